@@ -1,0 +1,144 @@
+"""The exception tree. Each class says when it is raised; every message says what happened, the value and the fix.
+
+Code that decides what to do next reads an attribute (`retryable`, `counts_as_attempt`, `stops_run`), never a message.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DfexpError(Exception):
+    """Root of everything dfexp raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the message alone in a notebook: the frames of a library say nothing to its user."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ParamsError(DfexpError):
+    """A parameter file, an override or a notebook parameter is wrong. Nothing has been started."""
+
+
+class PromptsError(DfexpError):
+    """A source of prompts cannot be read, or holds no usable prompt."""
+
+
+class ControlError(DfexpError):
+    """A command could not be handed to a running process, or it did not answer in time."""
+
+
+class ShardError(DfexpError):
+    """Something is wrong with the files of a run. Nothing has been changed on disk."""
+
+
+class LockedError(ShardError):
+    """Another living process holds the folder or the fleet; the message names it."""
+
+
+class FingerprintError(ShardError):
+    """The folder belongs to other prompts, another model or other sampling; the message names what differs."""
+
+
+class CorruptShardError(ShardError):
+    """A file holds bytes that no interrupted write can explain (a torn middle line, an index twice, a changed shard)."""
+
+
+class StorageError(ShardError):
+    """The disk refused a write (full, read-only, gone). Rows handed over are still in memory and may be tried again."""
+
+
+class FleetError(DfexpError):
+    """A fleet cannot be launched, found, attached or stopped."""
+
+
+class EngineStartError(FleetError):
+    """A server ended or stayed silent before it answered its first request; the message has the cause from its log."""
+
+
+class RunError(DfexpError):
+    """A generation run cannot start or go on."""
+
+
+class RunStopped(RunError):
+    """A run was asked to stop before its last row. All rows reported done are on disk; the message says how to resume."""
+
+
+class NotebookError(DfexpError):
+    """A notebook failed while it was run unattended; the message names the notebook, the cell and the cause."""
+
+
+class RequestError(DfexpError):
+    """One request did not give a completion.
+
+    Class attributes:
+        kind: short stable name, used in failures.jsonl and in the counts of a report.
+        retryable: the same row may succeed when it is sent again, best to another server.
+        counts_as_attempt: the failure may be the row's own fault, so it uses up one of its attempts.
+        stops_run: every other row would fail in the same way, so the run stops instead of burning the list.
+    """
+
+    kind: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False
+    counts_as_attempt: ClassVar[bool] = True
+    stops_run: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
+        """Args: message in the server's words where there are any; status, the HTTP status; retry_after_s in seconds."""
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class Unreachable(RequestError):
+    """No connection could be made (refused, no route, name not found): the request never reached a server."""
+
+    kind, retryable, counts_as_attempt = "unreachable", True, False
+
+
+class ConnectionLost(RequestError):
+    """The connection broke after the request was sent and before the whole answer came."""
+
+    kind, retryable = "connection_lost", True
+
+
+class TimedOut(RequestError):
+    """No whole answer within the time that the longest allowed answer can take."""
+
+    kind, retryable = "timeout", True
+
+
+class RateLimited(RequestError):
+    """HTTP 429, or 503 with Retry-After: the server asks to wait; `retry_after_s` says how long where it is given."""
+
+    kind, retryable, counts_as_attempt = "rate_limited", True, False
+
+
+class ServerFault(RequestError):
+    """HTTP 5xx."""
+
+    kind, retryable = "server_error", True
+
+
+class BadAnswer(RequestError):
+    """HTTP 200 whose body is not a chat completion (HTML of a proxy, truncated JSON, wrong types)."""
+
+    kind, retryable = "bad_answer", True
+
+
+class PromptTooLong(RequestError):
+    """The prompt alone fills the context, so no answer fits."""
+
+    kind = "prompt_too_long"
+
+
+class Refused(RequestError):
+    """HTTP 400, 409, 413 or 422: the server will not take this request, now or later."""
+
+    kind = "refused"
+
+
+class AccessDenied(RequestError):
+    """HTTP 401, 403 or 404: key, route or model name is wrong for every row alike."""
+
+    kind, stops_run = "access_denied", True
