@@ -1,0 +1,306 @@
+"""One request done well: the room an answer gets, timing, token counts, and the class of every failure.
+
+`ServerClient` wraps one ready `openai.AsyncOpenAI` per server. It never retries on its own, except once when a server
+names the sizes of prompt and context: then the same request goes out again with the room that is left. Works with
+openai 2.6 to 3.x: their HTTP layers differ (httpx, httpx2), but both carry aiohttp's errors as causes, and only those
+tell apart what matters (a server that hangs up shows as a connect timeout above them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self, cast
+from urllib.parse import urlsplit
+
+import aiohttp
+import openai
+from openai.types.chat import ChatCompletion
+
+from dfexp.errors import (
+    AccessDenied,
+    BadAnswer,
+    ConnectionLost,
+    PromptTooLong,
+    RateLimited,
+    Refused,
+    RequestError,
+    ServerFault,
+    TimedOut,
+    Unreachable,
+)
+from dfexp.jsonl import repair_text
+from dfexp.records import Answer, Message
+
+CONNECT_TIMEOUT_S = 10.0
+
+# Ways in which servers state the two sizes; each has groups `context` and `prompt` (tokens).
+_SIZES = (
+    re.compile(
+        r"context length (?:of|is) (?P<context>\d+).*?(?P<prompt>\d+) (?:tokens )?(?:from|in) the (?:input )?messages",
+        re.S,
+    ),
+    re.compile(r"context length is (?P<context>\d+) tokens and your request has (?P<prompt>\d+) input tokens", re.S),
+    re.compile(r"input \((?P<prompt>\d+) tokens\) is longer than the model's context length \((?P<context>\d+)", re.S),
+    re.compile(r"request \((?P<prompt>\d+) tokens\) exceeds the available context size \((?P<context>\d+)", re.S),
+)
+_TOO_LONG = re.compile(
+    r"(longer than|exceeds?|maximum) .{0,60}context|context.{0,20}(length|size|window).{0,40}exceed", re.I | re.S
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a refusal says: tokens of the prompt and of the context."""
+
+    prompt: int
+    context: int
+
+    @property
+    def room(self) -> int:
+        """Tokens left for an answer; zero or less when the prompt fills the context."""
+        return self.context - self.prompt
+
+
+def first_max_tokens(messages: Sequence[Message], context_length: int | None, cap: int | None) -> int | None:
+    """The `max_tokens` to try first, in tokens; None leaves it to the engine.
+
+    Without the model's tokenizer a prompt's size is a guess. Two bytes and a half a token is more than nearly all text
+    needs, so short prompts (most of them) are accepted at once and lose a few tokens of room. Where that guess leaves
+    less than half of the context, the guess is optimistic instead, and the server's refusal names the true sizes.
+    """
+    if context_length is None:
+        return cap
+    size = sum(len(str(message.get("content") or "").encode("utf-8", "surrogatepass")) + 40 for message in messages)
+    room = context_length - int(size / 2.5)
+    if room < context_length // 2:
+        room = context_length - size // 8
+    room = max(1, room)
+    return room if cap is None else min(cap, room)
+
+
+class ServerClient:
+    """A ready client of one server. An async context manager; safe for any number of requests at once."""
+
+    def __init__(self, *, url: str, key: str | None, model: str, connections: int) -> None:
+        """Args: url without /v1; key or None; model name to send; connections, the most requests in flight."""
+        self.url, self.model = url, model
+        loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+        limits = openai.DEFAULT_CONNECTION_LIMITS.__class__(
+            max_connections=connections, max_keepalive_connections=connections
+        )
+        self._openai = openai.AsyncOpenAI(
+            base_url=f"{url}/v1",
+            api_key=key or "none",
+            max_retries=0,
+            timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # the whole answer has a limit of its own
+            http_client=openai.DefaultAioHttpClient(limits=limits, trust_env=not loopback),
+        )
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None,
+        context_length: int | None = None,
+        timeout_s: float,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """One completion.
+
+        Args:
+            messages: the chat.
+            max_tokens: the most tokens an answer may have; None means all the room there is.
+            context_length: tokens of prompt and answer together, if known.
+            timeout_s: time for the whole answer.
+            sampling: more fields of the request's body.
+
+        Raises a RequestError subclass.
+        """
+        first = first_max_tokens(messages, context_length, max_tokens)
+        try:
+            return await self._once(messages, first, timeout_s, sampling or {})
+        except _SizesNamed as refusal:
+            if refusal.sizes.room < 1:
+                raise PromptTooLong(str(refusal), status=refusal.status) from None
+            fitted = refusal.sizes.room if max_tokens is None else min(max_tokens, refusal.sizes.room)
+            if fitted == first:
+                raise Refused(str(refusal), status=refusal.status) from None
+        try:
+            return await self._once(messages, fitted, timeout_s, sampling or {})
+        except _SizesNamed as refusal:
+            raise Refused(str(refusal), status=refusal.status) from None
+
+    async def _once(
+        self, messages: Sequence[Message], max_tokens: int | None, timeout_s: float, sampling: Mapping[str, Any]
+    ) -> Answer:
+        submitted_at, start = time.time(), time.monotonic()
+        body = dict(sampling) if max_tokens is None else {**sampling, "max_tokens": max_tokens}
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._openai.chat.completions.create(
+                    model=self.model, messages=cast(Any, messages), extra_body=body
+                )
+        except TimeoutError:
+            raise TimedOut(f"no whole answer in {timeout_s:.0f} s, the most that an answer may take") from None
+        except openai.OpenAIError as error:
+            _raise_classified(error)
+        except ValueError as error:  # a body that says it is JSON and is not
+            raise BadAnswer(f"the answer is not JSON: {error}") from error
+        return _read(reply, max_tokens, submitted_at, time.monotonic() - start)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._openai.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _SizesNamed(RequestError):
+    """A refusal that names the sizes of prompt and context; never leaves this module."""
+
+    def __init__(self, message: str, *, status: int, sizes: Sizes) -> None:
+        super().__init__(message, status=status)
+        self.sizes = sizes
+
+
+def _read(reply: Any, max_tokens: int | None, submitted_at: float, latency_s: float) -> Answer:
+    """The answer in a 200 reply. Raises BadAnswer unless it is a chat completion with a text."""
+    if not isinstance(reply, ChatCompletion):
+        raise BadAnswer(f"HTTP 200 with no chat completion: {_cut(str(reply))}", status=200)
+    choices = getattr(reply, "choices", None)
+    if not isinstance(choices, list) or len(choices) != 1 or getattr(choices[0], "message", None) is None:
+        raise BadAnswer(f"HTTP 200 without exactly one choice: {_cut(repr(choices))}", status=200)
+    message = choices[0].message
+    text, flags = _joined_text(message)
+    usage = getattr(reply, "usage", None)
+    prompt_tokens, completion_tokens = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    if completion_tokens is None:
+        flags.append("no_usage")
+    text, repaired = repair_text(text)
+    if repaired:
+        flags.append("surrogates_repaired")
+    if not text.strip():
+        flags.append("empty")
+    finish_reason = choices[0].finish_reason
+    return Answer(
+        text=text,
+        finish_reason=finish_reason if isinstance(finish_reason, str) else None,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        max_tokens=max_tokens,
+        submitted_at=submitted_at,
+        latency_s=latency_s,
+        flags=tuple(flags),
+    )
+
+
+def _joined_text(message: Any) -> tuple[str, list[str]]:
+    """The raw generation: a thought that the server split off is put back inline, as the model wrote it."""
+    content = getattr(message, "content", None)
+    thought = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    for part in (content, thought):
+        if part is not None and not isinstance(part, str):
+            raise BadAnswer(
+                f"HTTP 200 whose text is {type(part).__name__}, not a string: {_cut(repr(part))}", status=200
+            )
+    if not thought:
+        return content or "", []
+    return f"<think>\n{thought.strip()}\n</think>\n\n{(content or '').lstrip()}", ["reasoning_rejoined"]
+
+
+def _count(usage: Any, name: str) -> int | None:
+    value = getattr(usage, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _raise_classified(error: openai.OpenAIError) -> NoReturn:
+    """Turn an error of the openai package into ours: by its status, or by what the transport saw."""
+    if isinstance(error, openai.APIStatusError):
+        _raise_for_status(error)
+    if isinstance(error, openai.APIResponseValidationError):
+        raise BadAnswer(f"HTTP {error.status_code} that is not a chat completion: {_cut(str(error))}") from error
+    causes = _causes(error)
+    never_sent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorDNSError)
+    if any(isinstance(cause, never_sent) for cause in causes):
+        raise Unreachable(f"cannot connect: {_root(causes)}") from error
+    if isinstance(error, openai.APIConnectionError):
+        raise ConnectionLost(f"the connection broke: {_root(causes)}") from error
+    raise BadAnswer(f"{type(error).__name__}: {_cut(str(error))}") from error
+
+
+def _raise_for_status(error: openai.APIStatusError) -> NoReturn:
+    status, words = error.status_code, _server_words(error)
+    retry_after_s = _retry_after_s(error.response.headers.get("retry-after"))
+    sizes = context_sizes(words, error.body)
+    if sizes is not None and status in (400, 413, 422, 500):
+        raise _SizesNamed(words, status=status, sizes=sizes) from error
+    if status in (400, 413, 422, 500) and _TOO_LONG.search(words):
+        raise PromptTooLong(words, status=status) from error
+    if status == 429 or (status == 503 and retry_after_s is not None):
+        raise RateLimited(words, status=status, retry_after_s=retry_after_s) from error
+    if status == 408:
+        raise TimedOut(words, status=status) from error
+    if status in (401, 403, 404):
+        raise AccessDenied(words, status=status) from error
+    raise (ServerFault if status >= 500 else Refused)(words, status=status) from error
+
+
+def context_sizes(words: str, body: object = None) -> Sizes | None:
+    """The sizes of prompt and context that a refusal names, in its fields (llama.cpp) or in its words (SGLang, vLLM)."""
+    fields = body.get("error", body) if isinstance(body, Mapping) else None
+    if isinstance(fields, Mapping):
+        prompt, context = fields.get("n_prompt_tokens"), fields.get("n_ctx")
+        if isinstance(prompt, int) and isinstance(context, int):
+            return Sizes(prompt, context)
+    for pattern in _SIZES:
+        match = pattern.search(words)
+        if match:
+            return Sizes(int(match["prompt"]), int(match["context"]))
+    return None
+
+
+def _server_words(error: openai.APIStatusError) -> str:
+    """What the server said, without the client's wrapping; a page of HTML is cut to its start."""
+    body: Any = error.body
+    if isinstance(body, Mapping):
+        inner = body.get("error", body)
+        message = inner.get("message") if isinstance(inner, Mapping) else inner
+        if isinstance(message, str):
+            return f"HTTP {error.status_code}: {_cut(message)}"
+    return f"HTTP {error.status_code}: {_cut(str(body or error.message))}"
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Seconds of a Retry-After header; the date form, which no inference server sends, counts as not given."""
+    try:
+        return max(0.0, float(value)) if value is not None else None
+    except ValueError:
+        return None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain
+
+
+def _root(causes: Sequence[BaseException]) -> str:
+    return _cut(f"{type(causes[-1]).__name__}: {causes[-1]}")
+
+
+def _cut(text: str, most: int = 2000) -> str:
+    return text if len(text) <= most else text[:most] + f"... ({len(text)} characters)"
