@@ -59,19 +59,17 @@ def base_url(url: str) -> str:
 
 def get_text(url: str, *, key: str = "", timeout_s: float = 10.0) -> str:
     """GET a page as text. Raises RequestError subclasses."""
-    return _send(urllib.request.Request(url, headers=_headers(key)), timeout_s).decode("utf-8", "replace")
+    return _send(_request(url, key), timeout_s).decode("utf-8", "replace")
 
 
 def get_json(url: str, *, key: str = "", timeout_s: float = 10.0) -> Any:
     """GET a JSON value. Raises RequestError subclasses, BadAnswer when it is not JSON."""
-    return _parse(_send(urllib.request.Request(url, headers=_headers(key)), timeout_s), url)
+    return _parse(_send(_request(url, key), timeout_s), url)
 
 
 def post_json(url: str, body: Mapping[str, Any], *, key: str = "", timeout_s: float = 10.0) -> Any:
     """POST a JSON object and get a JSON value. Raises RequestError subclasses."""
-    headers = {**_headers(key), "Content-Type": "application/json"}
-    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers, method="POST")
-    return _parse(_send(request, timeout_s), url)
+    return _parse(_send(_request(url, key, json.dumps(body).encode()), timeout_s), url)
 
 
 def first_model(url: str, key: str = "", timeout_s: float = 10.0) -> str:
@@ -119,9 +117,16 @@ def _judge(answer: Any) -> tuple[Literal["ready", "foreign"], str]:
     return "foreign", "HTTP 200, but the body is not a chat completion"
 
 
-def _headers(key: str) -> dict[str, str]:
+def _request(url: str, key: str, body: bytes | None = None) -> urllib.request.Request:
+    """A GET, or a POST of JSON. Raises Refused for anything but http(s): a file: URL would read this machine's disk."""
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise Refused(f"{url!r} is not an http(s) URL.")
     headers = {"Accept": "*/*", "Connection": "close", "User-Agent": "dfexp"}
-    return {**headers, "Authorization": f"Bearer {key}"} if key else headers
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    return urllib.request.Request(url, data=body, headers=headers)  # noqa: S310 (the scheme was checked)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -1,0 +1,89 @@
+"""The process of one embedded server: `python -m dfexp.engines.llamacpp_server --config FILE`.
+
+FILE is JSON with model, alias, host, port, slots, context_length, threads, key, drain_s. On SIGTERM it waits until no
+request is in flight, at most `drain_s` seconds, and ends. It imports nothing of dfexp but the bare HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dfexp.engines.http import get_text
+from dfexp.errors import RequestError
+
+_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+_BUSY = ("llamacpp:requests_processing ", "llamacpp:requests_deferred ")
+
+
+def main() -> NoReturn:
+    """Serve until told to stop. Leaves by `os._exit`: destroying the server hangs while requests are in flight."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    config = json.loads(parser.parse_args().config.read_bytes())
+    # Blocked before the server makes its threads, which inherit it: the signal can only arrive at sigwait below.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        server = _start(config)
+    except Exception as error:  # the log is the only place where the reason can be told
+        print(f"dfexp: the server did not start: {type(error).__name__}: {error}", file=sys.stderr)
+        _leave(1)
+    print(f"dfexp: serving at {server.listening_address}", file=sys.stderr, flush=True)
+    signal.sigwait(_STOP_SIGNALS)
+    print("dfexp: told to stop, finishing requests in flight", file=sys.stderr, flush=True)
+    idle = _drain(server.listening_address, config["key"], config["drain_s"])
+    print(f"dfexp: stopped {'idle' if idle else 'with requests in flight'}", file=sys.stderr)
+    _leave(0)
+
+
+def _start(config: Mapping[str, Any]) -> Any:
+    """Load the model and listen. Raises ImportError without xllamacpp, RuntimeError with the reason in the log."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.model_alias = config["model"], {config["alias"]}
+    params.hostnames, params.port, params.api_keys = [config["host"]], config["port"], [config["key"]]
+    params.n_parallel, params.n_ctx = config["slots"], config["context_length"] * config["slots"]
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = config["threads"]
+    # A waiting request holds an HTTP thread: with too few of them /metrics would wait behind the queue.
+    params.n_threads_http = 2 * config["slots"] + 16
+    params.endpoint_metrics, params.endpoint_slots = True, True
+    params.ui, params.offline = False, True
+    params.fit_params = False  # it would shrink the context silently
+    params.cache_ram_mib = 0  # prompts share no prefix; the cache grows to gigabytes
+    return xllamacpp.Server(params)
+
+
+def _drain(address: str, key: str, limit_s: float) -> bool:
+    """Wait until the server has been idle twice in a row, so that the last answer has left. False when time is over."""
+    end, idle = time.monotonic() + limit_s, 0
+    while idle < 2 and time.monotonic() < end:
+        idle = idle + 1 if _is_idle(address, key) else 0
+        time.sleep(0.1)
+    return idle >= 2
+
+
+def _is_idle(address: str, key: str) -> bool:
+    """Whether the server's own gauges count no request, running or waiting."""
+    try:
+        page = get_text(f"{address}/metrics", key=key, timeout_s=5.0)
+    except RequestError:
+        return False
+    counts = [float(line.split()[-1]) for line in page.splitlines() if line.startswith(_BUSY)]
+    return bool(counts) and not any(counts)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
