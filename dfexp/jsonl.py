@@ -1,7 +1,7 @@
 """JSON lines that survive a crash: one encoder, one reader, one append-only log, one atomic replace.
 
-A record is one line of ASCII JSON ended by a newline, the only separator. Non-ASCII is escaped, so no reader that splits at
-U+2028, U+0085 or a form feed can tear a record, and a raw NUL byte in a file can only come from a lost write.
+A record is one line of ASCII JSON ended by a newline, the only separator. Non-ASCII is escaped, so no reader that
+splits at U+2028, U+0085 or a form feed can tear a record, and a raw NUL byte in a file can only come from a lost write.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Line number from 1 and bytes without the newline, split at newlines alone; a file that is not there has no lines."""
+    """Line number from 1 and bytes without the newline, split at newlines alone; a missing file has no lines."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -160,6 +160,7 @@ class AppendLog:
     Attributes:
         size: bytes of the records in it; what a refused write left beyond them is cut off before the next one.
         cut_bytes: bytes of torn lines that opening cut off.
+
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
