@@ -1,0 +1,321 @@
+"""The `dfexp` command: thin. Every subcommand parses, calls one part of the package and prints."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dfexp
+from dfexp import control, display, fleet, generate, notebook, params, prompts
+from dfexp.errors import ControlError, DfexpError, FleetError, ParamsError, RunError, RunStopped
+from dfexp.layout import FleetFolder, RunFolder, project_root
+from dfexp.params import RunSpec
+
+NOTEBOOKS = ("01_launch_fleet", "02_capacity", "03_generate", "04_report")
+EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 0, 1, 2, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit status: 0 done, 1 failed, 2 wrong input (nothing started), 3 stopped before the end."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.call(args))
+    except RunStopped as error:
+        return _told(error, EXIT_STOPPED)
+    except ParamsError as error:
+        return _told(error, EXIT_WRONG)
+    except DfexpError as error:
+        return _told(error, EXIT_FAILED)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        return EXIT_OK
+
+
+def run(args: argparse.Namespace) -> int:
+    """`dfexp run PARAMS`: all four notebooks, unattended."""
+    spec, root = params.load(args.params, args.set), project_root()
+    return _run_notebooks(spec, generate.prepare(spec, root), root)
+
+
+def resume(args: argparse.Namespace) -> int:
+    """`dfexp resume RUN`: the same for a run that was begun, with its frozen prompts."""
+    folder, root = _run_folder(args.run), project_root()
+    tree: dict[str, Any] = generate.read_spec(folder).model_dump()
+    for override in args.set:
+        tree = params.merge(tree, params.parse_override(override))
+    spec = params.validate(tree, str(folder.run_json))
+    if generate.run_folder(spec, root).path.resolve() != folder.path.resolve():
+        raise RunError(
+            f"{folder.path} was begun as {spec.outputs}/{spec.run}; resume it from the folder that holds that."
+        )
+    generate.keep_frozen(folder, root)
+    generate.prepare(spec, root)
+    retry = None if args.retry_failed is None else args.retry_failed or [generate.ALL_KINDS]
+    return _run_notebooks(spec, folder, root, retry_failed=retry)
+
+
+def report(args: argparse.Namespace) -> int:
+    """`dfexp report RUN`: 04_report alone, also for a run that is going on."""
+    folder = _run_folder(args.run)
+    made = notebook.execute("04_report", generate.read_spec(folder), folder, project_root())
+    print(made.html)
+    return EXIT_OK
+
+
+def check(args: argparse.Namespace) -> int:
+    """`dfexp check PARAMS`: parameters and prompts, starting nothing."""
+    spec = params.load(args.params, args.set)
+    reading = prompts.read(spec.prompts, project_root())
+    kept = sum(1 for _ in reading)
+    dropped = dict(reading.dropped_by_reason)
+    print(
+        f"{args.params}: right. run {spec.run!r}, engine {spec.fleet.engine}, {kept} prompts, dropped: {dropped or 'none'}"
+    )
+    return EXIT_OK
+
+
+def status(args: argparse.Namespace) -> int:
+    """`dfexp status [RUN]`: one line per run, and per server of the run that is asked for."""
+    root = project_root()
+    folders = [_run_folder(args.run)] if args.run else _all_runs(root / args.outputs)
+    for folder in folders:
+        found = control.read_status(folder)
+        alive = control.living_process(folder) is not None
+        gone = "" if alive or (found and found["state"] in control.FINAL_STATES) else "  (no process; resume goes on)"
+        print(f"{folder.name}: {display.line(found) if found else 'not started yet'}{gone}")
+        for server in found["servers"] if found and args.run else ():
+            print(
+                f"  {server['name']:<24}{server['state']:<10}in flight {server['in_flight']}/{server['limit']}  "
+                f"done {server['done']}  errors {server['errors']}  restarts {server['restarts']}"
+            )
+    if not folders:
+        print(f"no runs under {root / args.outputs}")
+    return EXIT_OK
+
+
+def stop(args: argparse.Namespace) -> int:
+    """`dfexp stop RUN`: drain, seal, end; `--now` cuts off what is in flight."""
+    folder = _run_folder(args.run)
+    found = control.read_status(folder)
+    if control.living_process(folder) is None:
+        print(f"{folder.name}: no process runs" + (f" ({found['state']})" if found else ""))
+        return EXIT_OK
+    generate.stop(folder, reason="dfexp stop", now=args.now)
+    while control.living_process(folder) is not None:
+        time.sleep(0.2)
+    found = control.read_status(folder)
+    print(f"{folder.name}: {display.line(found) if found else 'stopped'}")
+    return EXIT_OK
+
+
+def fleet_up(args: argparse.Namespace) -> int:
+    """`dfexp fleet up PARAMS`: launch, or attach to, the fleet of a parameter file, and wait for its first tokens."""
+    spec, root = params.load(args.params, args.set), project_root()
+    the_fleet, started = fleet.up(spec, root)
+    the_fleet.wait_ready(spec.fleet.start_timeout_s)
+    print(
+        f"fleet {the_fleet.name!r} {'launched' if started else 'was running already'}; stop it: dfexp fleet down {the_fleet.name}"
+    )
+    return _print_fleet(the_fleet)
+
+
+def fleet_status(args: argparse.Namespace) -> int:
+    """`dfexp fleet status [NAME]`."""
+    root = project_root()
+    folders = [_fleet_folder(args.name, root, args.outputs)] if args.name else fleet.list_fleets(root, args.outputs)
+    for folder in folders:
+        _print_fleet(fleet.attach(folder))
+    if not folders:
+        print(f"no fleets under {root / args.outputs / 'fleets'}")
+    return EXIT_OK
+
+
+def fleet_down(args: argparse.Namespace) -> int:
+    """`dfexp fleet down NAME`."""
+    the_fleet = fleet.attach(_fleet_folder(args.name, project_root(), args.outputs))
+    holder = the_fleet.lease_holder()
+    if holder is not None and not args.force:
+        raise FleetError(f"fleet {the_fleet.name!r} is in use by {holder}. Stop that first, or say --force.")
+    print("\n".join(the_fleet.down(args.drain_s)))
+    return EXIT_OK
+
+
+def _run_notebooks(spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed: Sequence[str] | None = None) -> int:
+    """Run 01 to 04, stop the fleet if this started it, and say where everything is."""
+    before = _fleet_identity(spec, root)
+    with _stop_signals() as signals:
+        attendant = _Attendant(spec, folder, signals)
+        try:
+            for name in NOTEBOOKS:
+                print(f"{name} ...", flush=True)
+                notebook.execute(name, spec, folder, root, tick=attendant.tick)
+                if name == NOTEBOOKS[0] and retry_failed is not None:
+                    generate.start(spec, root, retry_failed=retry_failed)
+        finally:
+            if _fleet_identity(spec, root) not in (None, before):
+                print("\n".join(fleet.attach(generate.fleet_folder(spec, root)).down()), flush=True)
+            elif before is not None:
+                print(f"fleet {spec.fleet_name!r} was running before and is left running.")
+    return _conclude(folder)
+
+
+def _conclude(folder: RunFolder) -> int:
+    """The last lines of a run: every row accounted for, and where things are."""
+    found = control.read_status(folder) or {}
+    asked, done, failed = (found.get(key, 0) for key in ("asked", "done", "failed"))
+    print(
+        f"run {folder.name!r} {found.get('state')}: {done} succeeded + {failed} failed = {done + failed} of {asked} asked"
+    )
+    print(f"  completions  {folder.completions}")
+    print(f"  report       {folder.notebooks / '04_report.html'}")
+    print(f"  tables       {folder.report}")
+    return EXIT_OK if found.get("state") == "ended" and done + failed == asked else EXIT_FAILED
+
+
+class _Attendant:
+    """What `dfexp run` does about once a second while a notebook runs: obey signals, print progress."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, signals: list[int]) -> None:
+        self._folder, self._signals = folder, signals
+        self._every_s = spec.generation.progress_interval_s
+        self._next_line = 0.0
+        self._obeyed = 0
+        self._last_line = ""
+
+    def tick(self) -> None:
+        """Pass signals on: the first drains the run, the second cuts it off, the third leaves at once."""
+        if len(self._signals) > self._obeyed:
+            self._obeyed += 1
+            self._obey()
+        if time.monotonic() >= self._next_line and control.living_process(self._folder) is not None:
+            found = control.read_status(self._folder)
+            if found is not None:
+                print(f"  {time.strftime('%H:%M:%S')} {display.line(found)}", flush=True)
+            self._next_line = time.monotonic() + self._every_s
+
+    def _obey(self) -> None:
+        try:
+            generate.stop(self._folder, reason="dfexp run was told to stop", now=self._obeyed > 1)
+        except ControlError:
+            raise RunStopped(f"stopped before rows were made. Go on with: dfexp resume {self._folder.name}") from None
+        if self._obeyed > 2:
+            raise RunStopped(f"left at once. Rows reported done are safe. Go on with: dfexp resume {self._folder.name}")
+        print("stopping: requests in flight may finish; once more cuts them off", flush=True)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them; the handlers of before come back at the end."""
+    seen: list[int] = []
+    before = {
+        number: signal.signal(number, lambda received, _: seen.append(received))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _fleet_identity(spec: RunSpec, root: Path) -> str | None:
+    """Which launch of the run's fleet is running now; None when no server of it has a living process."""
+    try:
+        found = fleet.attach(generate.fleet_folder(spec, root))
+    except FleetError:
+        return None
+    return found.identity if any(found.is_process_alive(server.name) for server in found.servers) else None
+
+
+def _print_fleet(the_fleet: fleet.Fleet) -> int:
+    """A table of servers. Exit status 0 when all are ready."""
+    states = the_fleet.status()
+    print(f"fleet {the_fleet.name} ({the_fleet.engine.name}), {the_fleet.folder.path}")
+    for each in states:
+        cap = each.limits.max_running_requests if each.limits else None
+        context = each.limits.context_length if each.limits else None
+        print(
+            f"  {each.url:<28}{each.state:<12}pid {each.pid or '-':<9}requests {cap or '?'}  context {context or '?'}  {each.detail}"
+        )
+    return EXIT_OK if all(each.state == "ready" for each in states) else EXIT_FAILED
+
+
+def _run_folder(text: str) -> RunFolder:
+    """A run by its folder or by its name under outputs/."""
+    root = project_root()
+    for path in (Path(text), root / "outputs" / text):
+        if (path / "run.json").is_file():
+            return RunFolder(path.resolve())
+    known = ", ".join(folder.name for folder in _all_runs(root / "outputs")) or "none"
+    raise RunError(
+        f"no run {text!r}: neither a folder with a run.json nor a name under {root / 'outputs'}. Known: {known}."
+    )
+
+
+def _fleet_folder(name: str, root: Path, outputs: str) -> FleetFolder:
+    return FleetFolder(root / outputs / "fleets" / name)
+
+
+def _all_runs(outputs: Path) -> list[RunFolder]:
+    return [RunFolder(path.parent) for path in sorted(outputs.glob("*/run.json"))]
+
+
+def _told(error: DfexpError, code: int) -> int:
+    sys.stderr.write(f"dfexp: {error}\n")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dfexp", description=dfexp.__doc__)
+    parser.add_argument("--version", action="version", version=f"dfexp {dfexp.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(group: Any, name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        summary = (call.__doc__ or "").splitlines()[0]
+        made: argparse.ArgumentParser = group.add_parser(name, help=summary, description=summary)
+        made.set_defaults(call=call)
+        return made
+
+    def with_params(group: Any, name: str, call: Callable[[argparse.Namespace], int]) -> None:
+        made = command(group, name, call)
+        made.add_argument("params", type=Path, metavar="PARAMS", help="parameter file, such as params/demo.yaml")
+        made.add_argument(
+            "--set", action="append", default=[], metavar="GROUP.KEY=VALUE", help="lay a value over the file"
+        )
+
+    with_params(commands, "run", run)
+    resumed = command(commands, "resume", resume)
+    resumed.add_argument("run", metavar="RUN", help="name or folder of the run")
+    resumed.add_argument("--set", action="append", default=[], metavar="GROUP.KEY=VALUE")
+    resumed.add_argument("--retry-failed", nargs="*", metavar="KIND", help="try failed rows again: all, or these kinds")
+    with_params(commands, "check", check)
+    for name, call in (("status", status), ("stop", stop), ("report", report)):
+        made = command(commands, name, call)
+        made.add_argument(
+            "run", metavar="RUN", nargs="?" if name == "status" else None, help="name or folder of the run"
+        )
+        if name == "status":
+            made.add_argument("--outputs", default="outputs")
+        if name == "stop":
+            made.add_argument("--now", action="store_true", help="cut off requests in flight")
+    group = commands.add_parser("fleet", help="servers: up, status, down").add_subparsers(
+        metavar="ACTION", required=True
+    )
+    with_params(group, "up", fleet_up)
+    for name, call in (("status", fleet_status), ("down", fleet_down)):
+        made = command(group, name, call)
+        made.add_argument("name", metavar="NAME", nargs="?" if name == "status" else None, help="name of the fleet")
+        made.add_argument("--outputs", default="outputs", help="folder of all runs and fleets")
+        if name == "down":
+            made.add_argument("--drain-s", type=float, default=10.0, help="seconds that requests in flight get")
+            made.add_argument("--force", action="store_true", help="also when a run uses it")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""The generation loop: rows to servers, answers to the disk, until every row is accounted for or a stop is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dfexp import control
+from dfexp.errors import AccessDenied, RateLimited, RequestError, StorageError, Unreachable
+from dfexp.generate.events import EventLog
+from dfexp.generate.lane import Lane
+from dfexp.generate.progress import Progress
+from dfexp.generate.recorder import Recorder
+from dfexp.generate.verdicts import FailureStreak, is_final, retry_wait_s
+from dfexp.generate.work import Job, WorkQueue
+from dfexp.layout import RunFolder
+from dfexp.params import GenerationGroup
+from dfexp.processes import ProcessId
+from dfexp.prompts import FrozenPrompts
+from dfexp.records import Answer, Completion, Failure, Prompt
+from dfexp.shards import Shards
+
+TICK_S = 0.1
+STATUS_EVERY_S = 1.0
+MOST_BACKLOG = 2000
+"""Rows not yet safe on the disk after which servers are fed no more."""
+
+MOST_FAILURES_IN_A_ROW = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a run works with; whoever made it closes it."""
+
+    folder: RunFolder
+    generation: GenerationGroup
+    sampling: Mapping[str, Any]
+    config_id: str
+    prompts: FrozenPrompts
+    shards: Shards
+    lanes: tuple[Lane, ...]
+    events: EventLog
+    me: ProcessId
+    owner: ProcessId | None
+
+
+class Loop:
+    """One run of the generation loop. `run` returns the final state: ended, stopped or failed."""
+
+    def __init__(self, setup: Setup, queue: WorkQueue) -> None:
+        """Args: queue, the rows to do."""
+        self._s, self._queue = setup, queue
+        self._started_at, self._started = time.time(), time.monotonic()
+        self._done_before = setup.shards.done
+        self._recorder = Recorder(setup.shards, setup.events)
+        self._progress = Progress(self._started)
+        self._streak = FailureStreak.of(MOST_FAILURES_IN_A_ROW)
+        self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
+        self._wake = asyncio.Event()
+        self._state = "running"
+        self._reason: str | None = None
+        self._drain_until: float | None = None
+        self._next_status = 0.0
+        self._all_down_since: float | None = None
+
+    def ask_to_stop(self, reason: str, *, now: bool = False) -> None:
+        """Feed no more and let requests in flight finish; with `now`, cut them off. Safe to call again."""
+        if self._state == "running":
+            self._state, self._reason = "draining", reason
+            self._s.events.record("stop_asked", detail=reason, in_flight=self._in_flight)
+            self._drain_until = time.monotonic() + self._s.generation.drain_s
+        if now:
+            self._drain_until = time.monotonic()
+        self._wake.set()
+
+    def signalled(self) -> None:
+        """A signal came: ask to stop; a second one cuts off the requests in flight."""
+        self.ask_to_stop("a signal asked to stop", now=self._state != "running")
+
+    async def run(self) -> tuple[str, str | None]:
+        """Work until the end. Returns the final state and, unless it ended, why."""
+        recorder = asyncio.create_task(self._recorder.run())
+        watches = [asyncio.create_task(lane.watch()) for lane in self._s.lanes]
+        try:
+            while not self._is_over():
+                self._crashed(recorder, *watches)
+                self._obey()
+                self._look_after_the_fleet()
+                self._feed()
+                self._show()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), TICK_S)
+                self._wake.clear()
+            return await self._finish(recorder)
+        finally:
+            for task in (recorder, *watches, *self._all_tasks()):
+                task.cancel()
+            await asyncio.gather(recorder, *watches, *self._all_tasks(), return_exceptions=True)
+
+    @property
+    def _in_flight(self) -> int:
+        return sum(len(lane.tasks) for lane in self._s.lanes)
+
+    def _all_tasks(self) -> list[asyncio.Task[None]]:
+        return [task for lane in self._s.lanes for task in lane.tasks]
+
+    def _is_over(self) -> bool:
+        if self._in_flight == 0:
+            return self._state == "draining" or not self._queue
+        return self._drain_until is not None and time.monotonic() >= self._drain_until
+
+    def _feed(self) -> None:
+        """Give every server what it has room for. Servers take turns, so that a short queue is shared."""
+        if self._state != "running" or self._recorder.backlog > MOST_BACKLOG:
+            return
+        now = time.monotonic()
+        ready = [lane for lane in self._s.lanes if lane.has_room(now)]
+        serving = sum(lane.state == "ready" for lane in self._s.lanes)
+        while ready:
+            for lane in list(ready):
+                job = self._queue.take(lane.name, now, alone=serving == 1)
+                if job is None or not lane.has_room(now):
+                    ready.remove(lane)
+                if job is not None:
+                    self._submit(lane, job)
+
+    def _submit(self, lane: Lane, job: Job) -> None:
+        task = asyncio.create_task(self._serve(lane, job))
+        lane.tasks.add(task)
+        task.add_done_callback(lambda finished: self._settled(lane, finished))
+
+    def _settled(self, lane: Lane, task: asyncio.Task[None]) -> None:
+        """A request is over: its place is free. An exception here is a defect: the run stops and says so."""
+        lane.tasks.discard(task)
+        self._wake.set()
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(f"{type(task.exception()).__name__}: {task.exception()}")
+
+    async def _serve(self, lane: Lane, job: Job) -> None:
+        """One row at one server."""
+        generation, prompt = self._s.generation, self._s.prompts[job.index]
+        cap = None if generation.max_tokens == "fit" else generation.max_tokens
+        context = lane.limits.context_length
+        sampling = dict(self._s.sampling)
+        if generation.seed is not None:
+            sampling["seed"] = (generation.seed + job.index) % 2**31
+        try:
+            answer = await lane.client.complete(
+                prompt.messages,
+                max_tokens=cap,
+                context_length=context,
+                timeout_s=self._timeout_s(cap or context),
+                sampling=sampling,
+            )
+        except RequestError as error:
+            self._take_error(lane, job, prompt, error)
+        else:
+            self._take_answer(lane, job, prompt, answer)
+
+    def _timeout_s(self, most_tokens: int | None) -> float:
+        """A request may wait for a slot as long as one answer takes, and then be as slow as the slowest healthy one."""
+        return 60.0 + 2 * (most_tokens or 32768) / self._s.generation.slowest_tok_per_s
+
+    def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer) -> None:
+        now = time.monotonic()
+        lane.completed(now, answer.completion_tokens)
+        self._progress.completed(now, answer.completion_tokens, answer.flags)
+        for failure in self._streak.success():
+            self._recorder.add_failure(failure)
+        self._recorder.add(
+            Completion(
+                index=job.index,
+                id=prompt.id,
+                messages=prompt.messages,
+                text=answer.text,
+                finish_reason=answer.finish_reason,
+                prompt_tokens=answer.prompt_tokens,
+                completion_tokens=answer.completion_tokens,
+                max_tokens=answer.max_tokens,
+                server=lane.name,
+                config_id=self._s.config_id,
+                attempt=job.attempt,
+                submitted_at=answer.submitted_at,
+                latency_s=answer.latency_s,
+                flags=answer.flags,
+            )
+        )
+
+    def _take_error(self, lane: Lane, job: Job, prompt: Prompt, error: RequestError) -> None:
+        now = time.monotonic()
+        if isinstance(error, RateLimited):
+            lane.pause(now, retry_wait_s(error, job.attempt, self._draw) or 1.0)
+        elif isinstance(error, (Unreachable, AccessDenied)):
+            lane.suspect()
+        if error.stops_run and not self._progress.rows:
+            self._fail(f"{lane.name}: {error}. Every row would fail like this one.")
+        if not is_final(error, job.attempt, self._s.generation.max_attempts):
+            lane.failed()
+            wait_s = retry_wait_s(error, job.attempt, self._draw)
+            attempt = job.attempt + error.counts_as_attempt
+            self._queue.put_back(Job(index=job.index, attempt=attempt, avoid=lane.name), not_before=now + wait_s)
+            return
+        self._progress.failed(error.kind)
+        failure = Failure(
+            index=job.index,
+            id=prompt.id,
+            kind=error.kind,
+            message=str(error),
+            attempts=job.attempt,
+            server=lane.name,
+            config_id=self._s.config_id,
+            at=time.time(),
+        )
+        if self._streak.failure(failure):
+            self._fail(
+                f"{self._streak.length} rows failed one after the other, the last with: {error}. They are not "
+                "counted as failed: fix the cause, then resume."
+            )
+
+    def _fail(self, reason: str) -> None:
+        """Stop because going on would burn rows. The first reason counts."""
+        if self._state == "running":
+            self.ask_to_stop(reason)
+            self._state = "failing"
+            self._s.events.record("run_failed", detail=reason)
+
+    def _crashed(self, *tasks: asyncio.Task[None]) -> None:
+        """A supporting task that ended with an exception is a defect that must not pass in silence."""
+        for task in tasks:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                raise task.exception()  # type: ignore[misc]
+
+    def _obey(self) -> None:
+        """Commands from other processes, and the loss of the one that started this."""
+        for command in control.take_commands(self._s.folder, self._s.me):
+            if command.verb in (control.STOP, control.STOP_NOW):
+                self.ask_to_stop(command.args.get("reason", "asked to stop"), now=command.verb == control.STOP_NOW)
+            control.answer(self._s.folder, command, {"state": self._state})
+        owner, policy = self._s.owner, self._s.generation.on_orphan
+        if self._state == "running" and policy == "stop" and owner is not None and not owner.is_alive():
+            self.ask_to_stop(f"the process that started this run ({owner.pid}) is gone")
+
+    def _look_after_the_fleet(self) -> None:
+        """Give up when no server is left that could come back, or when none has answered for too long."""
+        lanes = self._s.lanes
+        if self._state != "running":
+            return
+        if all(lane.state == "given_up" for lane in lanes):
+            self._fail("every server was given up after it kept dying; its log and events.jsonl say why")
+        if any(lane.state in ("ready", "suspect") for lane in lanes):
+            self._all_down_since = None
+            return
+        self._all_down_since = self._all_down_since or time.monotonic()
+        silent_s = time.monotonic() - self._all_down_since
+        if silent_s > self._s.generation.give_up_s:
+            self._fail(f"no server has answered for {silent_s:.0f} s (generation.give_up_s)")
+
+    def _show(self) -> None:
+        """Write the status file about once a second."""
+        if time.monotonic() >= self._next_status:
+            self._next_status = time.monotonic() + STATUS_EVERY_S
+            self._write_status(self._state if self._state != "failing" else "draining")
+
+    def finished(self, state: str, reason: str | None) -> None:
+        """Write the last status."""
+        self._reason = reason
+        self._write_status(state)
+
+    def _write_status(self, state: str) -> None:
+        """Write the status file; a disk that refuses it does not stop the run."""
+        with contextlib.suppress(StorageError):
+            control.write_status(self._s.folder, self._status(state))
+
+    def _status(self, state: str) -> dict[str, Any]:
+        shards, now = self._s.shards, time.monotonic()
+        asked = len(self._s.prompts)
+        failed = shards.failed + len(self._streak.held)
+        left = asked - shards.done - failed
+        rates = self._progress.rates(now, left=left)
+        return {
+            "state": state,
+            "reason": self._reason,
+            "pid": self._s.me.pid,
+            "process_started": self._s.me.started,
+            "at": time.time(),
+            "started_at": self._started_at,
+            "asked": asked,
+            "done": shards.done,
+            "failed": failed,
+            "pending": len(self._queue),
+            "in_flight": self._in_flight,
+            "done_before": self._done_before,
+            **rates,
+            "failures_by_kind": dict(self._progress.failures),
+            "flags": dict(self._progress.flags),
+            "disk_refuses": self._recorder.refusal,
+            "servers": [lane.status(now, rates["window_s"]) for lane in self._s.lanes],
+        }
+
+    async def _finish(self, recorder: asyncio.Task[None]) -> tuple[str, str | None]:
+        """Cut off what is still in flight, make every answer safe, seal the open shard."""
+        for task in self._all_tasks():
+            task.cancel()
+        await asyncio.gather(*self._all_tasks(), return_exceptions=True)
+        if self._state != "failing":
+            for failure in self._streak.flush():
+                self._recorder.add_failure(failure)
+        self._recorder.finish(within_s=max(5.0, self._s.generation.drain_s))
+        try:
+            await recorder
+            await asyncio.to_thread(self._s.shards.seal)
+        except StorageError as error:
+            return "failed", f"{error} {self._recorder.backlog} answers could not be written and will be made again."
+        if self._state == "running":
+            return "ended", None
+        return ("failed" if self._state == "failing" else "stopped"), self._reason

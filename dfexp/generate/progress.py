@@ -1,0 +1,51 @@
+"""Counts and rates of a run, as its status file shows them. Pure: the time is passed in."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+WINDOW_S = 60.0
+"""Client rates are means over the last so many seconds, or since the start when that is less."""
+
+
+class Progress:
+    """What this process did. Rates count rows and tokens at the moment a completion arrived whole."""
+
+    def __init__(self, started: float) -> None:
+        """Args: started, monotonic seconds."""
+        self._started = started
+        self._recent: deque[tuple[float, int]] = deque()
+        self._tokens = 0
+        self._counted = 0
+        self.rows = 0
+        self.failures: Counter[str] = Counter()
+        self.flags: Counter[str] = Counter()
+
+    def completed(self, now: float, completion_tokens: int | None, flags: tuple[str, ...]) -> None:
+        """Count one completion."""
+        self.rows += 1
+        self.flags.update(flags)
+        if completion_tokens is not None:
+            self._tokens += completion_tokens
+            self._counted += 1
+        self._recent.append((now, completion_tokens or 0))
+
+    def failed(self, kind: str) -> None:
+        """Count one row that will not succeed."""
+        self.failures[kind] += 1
+
+    def rates(self, now: float, *, left: int) -> dict[str, Any]:
+        """Client rates over the window, mean length, and the time that `left` rows need at the rate since the start."""
+        while self._recent and self._recent[0][0] < now - WINDOW_S:
+            self._recent.popleft()
+        since_start_s = max(now - self._started, 1e-9)
+        window_s = min(WINDOW_S, since_start_s)
+        settled = self.rows + sum(self.failures.values())
+        return {
+            "rows_per_s": len(self._recent) / window_s,
+            "tok_per_s": sum(tokens for _, tokens in self._recent) / window_s,
+            "window_s": window_s,
+            "mean_completion_tokens": self._tokens / self._counted if self._counted else None,
+            "eta_s": left * since_start_s / settled if settled and left else (0.0 if not left else None),
+        }

@@ -1,0 +1,196 @@
+"""Begin a run, or join the one that is going on: the part that a cell or a command calls."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dfexp import control, fleet
+from dfexp.errors import FingerprintError, RunError
+from dfexp.generate.identity import hardware, versions
+from dfexp.jsonl import read_json, write_json
+from dfexp.layout import FleetFolder, RunFolder
+from dfexp.params import RunSpec, validate
+from dfexp.processes import ProcessId
+from dfexp.prompts import freeze
+
+START_TIMEOUT_S = 180.0
+ALL_KINDS = "all"
+
+
+def run_folder(spec: RunSpec, root: Path) -> RunFolder:
+    """Where the run's files are."""
+    return RunFolder(root / spec.outputs / spec.run)
+
+
+def fleet_folder(spec: RunSpec, root: Path) -> FleetFolder:
+    """Where the files of the run's fleet are."""
+    return FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name)
+
+
+def read_spec(folder: RunFolder) -> RunSpec:
+    """The parameters that a run was last started with. Raises RunError if the folder holds no run."""
+    try:
+        recorded = read_json(folder.run_json)
+    except FileNotFoundError:
+        raise RunError(
+            f"{folder.path} holds no run: there is no run.json. Give the name of a run or its folder."
+        ) from None
+    return validate(recorded["spec"], str(folder.run_json))
+
+
+def prepare(spec: RunSpec, root: Path) -> RunFolder:
+    """Freeze the prompts and write run.json, or check that both belong to these parameters.
+
+    Safe to call again. Raises PromptsError for prompts that cannot be read, FingerprintError for a run of this name
+    that was begun with other prompts; then nothing has changed.
+    """
+    folder = run_folder(spec, root)
+    with _one_at_a_time(folder):
+        if folder.run_json.exists():
+            recorded = read_json(folder.run_json)
+            _check_prompts(spec, recorded, root, folder)
+            if recorded["spec"] != spec.model_dump() and control.living_process(folder) is None:
+                write_json(folder.run_json, {**recorded, "spec": spec.model_dump()})
+            return folder
+        frozen = freeze(spec.prompts, root, folder)
+        write_json(
+            folder.run_json,
+            {
+                "run": spec.run,
+                "spec": spec.model_dump(),
+                "versions": versions(),
+                "hardware": hardware(),
+                "prompts": frozen.to_json(),
+                "configs": {},
+                "created_at": time.time(),
+            },
+        )
+    return folder
+
+
+def keep_frozen(folder: RunFolder, root: Path) -> None:
+    """Note that sources which have changed since the prompts were frozen are known to have: the run goes on without."""
+    recorded = read_json(folder.run_json)
+    for source in recorded["prompts"]["sources"]:
+        path = root / source["path"]
+        if path.exists() and (now := _sha256(path)) != source["sha256"]:
+            source["changed_sha256"] = now
+    write_json(folder.run_json, recorded)
+
+
+def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = None) -> RunFolder:
+    """Start the generating process of a run, or attach to the one that runs. Returns once it works.
+
+    Args:
+        spec: the run's parameters. Its fleet must be up.
+        root: what relative paths in the parameters are relative to.
+        retry_failed: kinds of failure to try again, or {"all"}.
+
+    Raises RunError when the process cannot start (its words are in the message) or one runs with other parameters;
+    FleetError when the fleet is not up; and what `prepare` raises.
+    """
+    folder = prepare(spec, root)
+    with _one_at_a_time(folder):
+        if control.living_process(folder) is not None:
+            _check_same(spec, folder)
+            return folder
+        fleet.attach(fleet_folder(spec, root))
+        control.prepare(folder)
+        _spawn(folder, root, retry_failed)
+    return folder
+
+
+def stop(folder: RunFolder, *, reason: str, now: bool = False) -> None:
+    """Ask the generating process to drain and stop. Does not wait. Raises ControlError when none runs."""
+    control.send(folder, control.STOP_NOW if now else control.STOP, reason=reason)
+
+
+def _spawn(folder: RunFolder, root: Path, retry_failed: Collection[str] | None) -> None:
+    """Start the process in a session of its own, and wait until it has written its first status."""
+    argv = [sys.executable, "-m", "dfexp.generate", "--folder", str(folder.path), "--root", str(root)]
+    argv += ["--owner", str(ProcessId.current())]
+    for kind in retry_failed or ():
+        argv += ["--retry-failed", kind]
+    with folder.log.open("ab") as log:
+        before = log.tell()
+        process = subprocess.Popen(
+            argv, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    threading.Thread(target=process.wait, daemon=True).start()  # reaps it whenever it ends
+
+    def settled() -> bool:
+        status = control.read_status(folder)
+        return process.returncode is not None or (status is not None and status.get("pid") == process.pid)
+
+    if not control.wait_until(settled, START_TIMEOUT_S):
+        raise RunError(f"run {folder.name!r} has not started within {START_TIMEOUT_S:.0f} s. See {folder.log}.")
+    status = control.read_status(folder)
+    if status is None or status.get("pid") != process.pid:
+        words = folder.log.read_bytes()[before:].decode("utf-8", "replace").strip().splitlines()
+        said = words[-1] if words else f"exit code {process.returncode} without a word"
+        raise RunError(f"run {folder.name!r} could not start: {said.removeprefix('dfexp: ')}")
+
+
+def _check_prompts(spec: RunSpec, recorded: Mapping[str, Any], root: Path, folder: RunFolder) -> None:
+    """A run goes on with its frozen prompts; parameters or files that mean others need another run."""
+    old, new = recorded["spec"]["prompts"], spec.model_dump()["prompts"]
+    if old != new:
+        changed = _changes(_flat(old, "prompts."), _flat(new, "prompts."))
+        raise FingerprintError(
+            f"run {folder.name!r} was begun with other prompts ({changed}). Choose another name for `run`, or put the "
+            "old values back."
+        )
+    for source in recorded["prompts"]["sources"]:
+        path = root / source["path"]
+        if path.exists() and _sha256(path) not in (source["sha256"], source.get("changed_sha256")):
+            raise FingerprintError(
+                f"{source['path']} has changed since run {folder.name!r} froze its prompts. Choose another name for "
+                f"`run` for the new prompts. To go on with the frozen ones: dfexp resume {folder.name}."
+            )
+
+
+def _check_same(spec: RunSpec, folder: RunFolder) -> None:
+    """Joining a running process with other parameters would silently ignore them."""
+    old, new = read_json(folder.run_json)["spec"], spec.model_dump()
+    changed = _changes(_flat(old), _flat({**new, "report": old["report"]}))
+    if changed:
+        raise RunError(
+            f"run {folder.name!r} is running with other parameters ({changed}). "
+            f"Stop it first (dfexp stop {folder.name}), then start again: it goes on where it was."
+        )
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The differing keys with both values, for a message; empty when there are none."""
+    differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return ", ".join(f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in differing)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _one_at_a_time(folder: RunFolder) -> Iterator[None]:
+    """Two cells or terminals that start the same run wait for each other instead of racing."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with (folder.path / ".start.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
