@@ -1,10 +1,7 @@
 """The fleet: launch, attach, watch, restart, stop. It outlives whoever launched it, and `fleet.json` says where it is.
 
-    fleet, started = up(spec, root)         # attaches to a running fleet of that name and parameters, or launches it
-    fleet.wait_ready(spec.fleet.start_timeout_s)
-    with fleet.lease("run demo"):           # one user at a time
-        fleet.status(); fleet.restart("127.0.0.1:8080"); fleet.is_process_alive("127.0.0.1:8080")
-    fleet.down(drain_s=60)
+`up` attaches to a running fleet or launches it, `Fleet.wait_ready` waits for its first tokens, `Fleet.lease` holds it
+for one user, `Fleet.down` stops it and proves it.
 """
 
 from dfexp.engines.base import scrub
