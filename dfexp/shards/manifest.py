@@ -7,7 +7,6 @@ One line of manifest.json is one shard, in the order of the numbers, so a person
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from array import array
@@ -41,9 +40,14 @@ def unpack_indices(text: str) -> array[int]:
         return array("Q")
     if "-" not in text:
         return array("Q", map(int, text.split(",")))
-    parts = (part.partition("-") for part in text.split(","))
-    ranges = (range(int(first), int(last or first) + 1) for first, _, last in parts)
-    return array("Q", itertools.chain.from_iterable(ranges))
+    indices = array("Q")
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        run = range(int(first), int(last if dash else first) + 1)
+        if not run:
+            raise ValueError(f"{part!r} is no range of indices")
+        indices.extend(run)
+    return indices
 
 
 class _Stored(BaseModel):

@@ -108,6 +108,7 @@ class OpenShard:
         try:
             if not self._is_published():
                 _move(self.path, self.final)
+                fsync_dir(self._folder)  # the new name is on disk before the old one goes
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
             fsync_dir(self._folder)
