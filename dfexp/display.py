@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import html as escaping
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -25,15 +26,55 @@ _COLORS = {"ended": "#009E73", "failed": "#D55E00", "stopped": "#E69F00"}
 _FONT = "font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:13px;line-height:1.5"
 
 
-def watch(folder: RunFolder, interval_s: float = 1.0) -> dict[str, Any]:
+class Interrupts:
+    """Counts interrupts while it is entered, instead of raising KeyboardInterrupt at whatever line is running.
+
+    Enter it before the run is started: an interrupt that comes while it starts is then passed on by `watch`. The third
+    raises after all, so that nobody is locked in. Only the main thread may set a signal handler; nothing is counted
+    elsewhere, where no interrupt arrives either.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Callable[[int, FrameType | None], Any] | int | None = None
+        self._entered = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._seen)
+            self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entered:
+            signal.signal(signal.SIGINT, self._before or signal.SIG_DFL)
+
+    def _seen(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 2:
+            raise KeyboardInterrupt(
+                "left before the run had stopped; it goes on stopping. Run the cell again to watch."
+            )
+
+    def wait(self, seconds: float, known: int) -> None:
+        """Wait so long, or until an interrupt beyond the `known` ones comes."""
+        end = time.monotonic() + seconds
+        while self.count <= known and time.monotonic() < end:
+            time.sleep(_STEP_S)
+
+
+def watch(folder: RunFolder, interrupts: Interrupts | None = None, *, interval_s: float = 1.0) -> dict[str, Any]:
     """Show a run until its process ends, and return its final status.
 
     One display, updated in place at most every `interval_s` seconds. An interrupt asks the run to stop and goes on
     showing until everything in flight is written; a second one tells it not to wait for answers; a third leaves.
+    `interrupts`, if entered already, also passes on those that came before.
     Raises RunStopped when the run was stopped, by whomever, and RunError when it failed or its process was killed.
     """
     view = _View()
-    with _Interrupts() as interrupts:
+    with contextlib.nullcontext(interrupts) if interrupts is not None else Interrupts() as interrupts:
         passed_on = 0
         while True:
             running = control.living_process(folder) is not None  # asked first: a process writes its end, then goes
@@ -69,49 +110,11 @@ class _View:
         self._shown = bundle
 
 
-class _Interrupts:
-    """Counts interrupts instead of raising KeyboardInterrupt, which could hit between deciding and sending.
-
-    Only the main thread may set a signal handler; elsewhere no interrupt arrives either.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: Callable[[int, FrameType | None], Any] | int | None = None
-        self._set = False
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._seen)
-            self._set = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._set:
-            signal.signal(signal.SIGINT, self._before or signal.SIG_DFL)
-
-    def _seen(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-
-    def wait(self, seconds: float, known: int) -> None:
-        """Wait so long, or until an interrupt beyond the `known` ones comes."""
-        end = time.monotonic() + seconds
-        while self.count <= known and time.monotonic() < end:
-            time.sleep(_STEP_S)
-
-
 def _pass_on(folder: RunFolder, interrupts: int, passed_on: int) -> int:
     """Tell the run of interrupts that it does not know of yet; returns how many it knows of then."""
     while passed_on < interrupts:
-        if passed_on >= 2:
-            raise RunError(
-                f"left run {folder.name!r} while its process {control.living_process(folder)} is still stopping."
-                " Run this cell again to watch it."
-            )
         try:
-            control.send(folder, control.STOP_NOW if passed_on else control.STOP)
+            control.send(folder, control.STOP_NOW if passed_on else control.STOP, reason="the notebook was interrupted")
         except ControlError:  # it has just ended, which the next look shows
             return interrupts
         passed_on += 1
@@ -231,8 +234,8 @@ def _server(server: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def conclusion(status: Mapping[str, Any]) -> str:
-    """What a run that ended came to, as a Markdown sentence."""
+def conclusion(status: Mapping[str, Any], fleet_name: str) -> str:
+    """What a run that ended came to, and how to stop its fleet, as Markdown."""
     own = status["done"] - status["done_before"]
     took = duration(status["at"] - status["started_at"])
     earlier = f", {status['done_before']:,} of them in earlier sessions" if status["done_before"] else ""
@@ -240,65 +243,5 @@ def conclusion(status: Mapping[str, Any]) -> str:
     return (
         f"**{status['done']:,} of {status['asked']:,} rows are done**{earlier}; {failed}."
         f" This session made {own:,} rows in {took}."
+        f"\n\nThe servers go on running: `dfexp fleet down {fleet_name}` stops them (`dfexp run` does so by itself)."
     )
-
-
-class Completions:
-    """Whole rows to read: prompt, thought, answer, and how the answer ended. Everything is escaped."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._rows = rows
-
-    def __repr__(self) -> str:
-        return f"{len(self._rows)} completion(s)"
-
-    def _repr_html_(self) -> str:
-        return f'<div style="{_FONT};max-width:960px">{"".join(map(_completion, self._rows)) or "none yet"}</div>'
-
-
-def _completion(row: Mapping[str, Any]) -> str:
-    thought, answer = split_thought(row["text"])
-    said = [(str(message["role"]), _content(message.get("content"))) for message in row["messages"]]
-    if thought:
-        said.append(("thought", thought))
-    said.append(("answer", answer))
-    ended = {"stop": "ended by itself", "length": "cut for length"}.get(row["finish_reason"], str(row["finish_reason"]))
-    facts = [
-        f"{text(row['prompt_tokens'])} + {text(row['completion_tokens'])} tokens",
-        ended,
-        f"{row['latency_s']:.1f} s",
-        row["server"],
-        *row["flags"],
-    ]
-    head = f"<b>{escaping.escape(str(row['id']))}</b> <span style='opacity:.7'>index {row['index']}</span>"
-    return (
-        "<div style='border:1px solid rgba(128,128,128,.35);border-radius:6px;margin:0 0 12px;padding:8px 12px'>"
-        "<div style='display:flex;flex-wrap:wrap;justify-content:space-between;gap:12px;margin-bottom:4px'>"
-        f"<span>{head}</span><span style='opacity:.7'>{escaping.escape(' · '.join(map(str, facts)))}</span></div>"
-        f"{''.join(_said(role, words) for role, words in said)}</div>"
-    )
-
-
-def _said(role: str, words: str) -> str:
-    tint = {"answer": "rgba(0,114,178,.10)", "thought": "rgba(204,121,167,.12)"}.get(role, "rgba(128,128,128,.09)")
-    return (
-        f"<div style='background:{tint};border-radius:4px;padding:5px 9px;margin-top:5px'>"
-        f"<div style='font-size:11px;opacity:.7'>{escaping.escape(role)}</div>"
-        "<div style='white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow-y:auto'>"
-        f"{escaping.escape(words) or '<i>empty</i>'}</div></div>"
-    )
-
-
-def split_thought(raw: str) -> tuple[str, str]:
-    """The thought and the answer of a raw generation. A thought that never ends is all thought."""
-    start, end = "<think>", "</think>"
-    head, found, rest = raw.partition(end)
-    if found:
-        return head.strip().removeprefix(start).strip(), rest.strip()
-    return (raw.strip().removeprefix(start).strip(), "") if raw.lstrip().startswith(start) else ("", raw.strip())
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in content)
-    return "" if content is None else str(content)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import papermill
+from nbclient.exceptions import DeadKernelError
 from nbconvert import HTMLExporter
 from papermill.exceptions import PapermillExecutionError
 
@@ -71,8 +72,15 @@ def _execute(job: dict[str, Any]) -> dict[str, Any]:
         )
     except PapermillExecutionError as error:
         return {"error": error.ename, "cell": _cell_name(error.exec_count, error.source), "message": _cause(error)}
-    except RuntimeError as error:  # nbclient's DeadKernelError, and its errors of a kernel that is being shut down
-        return _dead_kernel(Path(job["notebook"]), error)
+    except DeadKernelError:
+        return _ended_early(
+            Path(job["notebook"]),
+            "DeadKernelError",
+            "the kernel died: it was killed from outside, or there was no memory left. Rows reported done are on disk;"
+            " run the notebook again to go on.",
+        )
+    except Exception as error:  # whatever breaks in papermill, the caller hears of it and the page shows it
+        return _ended_early(Path(job["notebook"]), type(error).__name__, f"{type(error).__name__}: {error}")
     return {"error": None, "cell": None, "message": None}
 
 
@@ -88,25 +96,24 @@ def _cell_name(number: int | None, source: str) -> str:
     return f"cell [{number}] `{lines[-1].strip()[:80]}`" if lines else f"cell [{number}]"
 
 
-def _dead_kernel(path: Path, error: Exception) -> dict[str, Any]:
-    """Write into the running cell that its kernel died; papermill alone would mark it as completed."""
-    message = (
-        f"the kernel died ({error}), killed from outside or for lack of memory. Rows reported done are on disk;"
-        " run it again to go on."
-    )
+def _ended_early(path: Path, name: str, message: str) -> dict[str, Any]:
+    """Write into the running cell why it ended; papermill alone would mark it as completed."""
+    result = {"error": name, "cell": "before its first cell", "message": message}
     if not path.exists():
-        return {"error": "DeadKernelError", "cell": "before its first cell", "message": message}
+        return result
     notebook = json.loads(path.read_text(encoding="utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     started = [cell for cell in code if cell["metadata"].get("papermill", {}).get("start_time")]
+    if not started:
+        return result
     cell = started[-1]
     source = "".join(cell["source"])
     cell["metadata"]["papermill"].update(exception=True, status="failed")
     notebook["metadata"]["papermill"]["exception"] = True
-    shown = {"output_type": "error", "ename": "DeadKernelError", "evalue": message}
-    cell["outputs"].append({**shown, "traceback": [f"DeadKernelError: {message}"]})
+    shown = {"output_type": "error", "ename": name, "evalue": message}
+    cell["outputs"].append({**shown, "traceback": [f"{name}: {message}"]})
     path.write_text(json.dumps(notebook, indent=1), encoding="utf-8")
-    return {"error": "DeadKernelError", "cell": _cell_name(len(started), source), "message": message}
+    return {**result, "cell": _cell_name(len(started), source)}
 
 
 def _hide_secrets(path: Path, key_file: Path) -> None:

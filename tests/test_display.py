@@ -1,0 +1,189 @@
+"""What a person watches, and that an interrupt always becomes a stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dfexp import control, display, reading
+from dfexp.errors import RunError, RunStopped
+from dfexp.layout import RunFolder
+from tests.finished_run import START, status
+
+# A process that behaves like a generating one: reports, obeys, and ends as the command says.
+RUN = """
+import sys, time
+from pathlib import Path
+from dfexp import control
+from dfexp.layout import RunFolder
+from dfexp.processes import ProcessId
+from tests.finished_run import status
+folder, plan = RunFolder(Path(sys.argv[1])), sys.argv[2]
+me = ProcessId.current()
+folder.control.mkdir(parents=True, exist_ok=True)
+def report(state, **changes):
+    control.write_status(folder, status(state, pid=me.pid, process_started=me.started, **changes))
+report("running")
+stops = 0
+while True:
+    if plan == "ends" and (folder.path / "go").exists():
+        report("ended", done=98, failed=2)
+        break
+    for command in control.take_commands(folder, me):
+        with (folder.path / "verbs").open("a") as file:
+            file.write(command.verb + "\\n")
+        stops += 1
+        report("draining", reason=command.args.get("reason"))
+    if stops == (2 if plan == "needs two stops" else 1):
+        report("stopped", reason="the notebook was interrupted", done=60)
+        break
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "outputs" / "demo")
+
+
+def begin(folder: RunFolder, plan: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(folder.path), plan])
+    assert control.wait_until(lambda: control.living_process(folder) is not None, 20)
+    return process
+
+
+def interrupt_when(condition: str, folder: RunFolder) -> subprocess.Popen[bytes]:
+    """Interrupts this process once the file `condition` in the run's folder exists, from outside, as a kernel is."""
+    script = (
+        "import os, signal, sys, time, pathlib\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "while not path.exists(): time.sleep(0.01)\n"
+        "os.kill(int(sys.argv[2]), signal.SIGINT)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", script, str(folder.path / condition), str(os.getpid())])
+
+
+def test_watching_to_the_end_returns_the_final_status(folder: RunFolder) -> None:
+    process = begin(folder, "ends")
+    (folder.path / "go").touch()
+    assert display.watch(folder, interval_s=0.05)["done"] == 98
+    assert process.wait(10) == 0
+
+
+def test_an_interrupt_stops_the_run_and_says_how_to_resume(folder: RunFolder) -> None:
+    process = begin(folder, "stops")
+    before = signal.getsignal(signal.SIGINT)
+    helper = interrupt_when("control", folder)
+    with pytest.raises(RunStopped, match=r"60 of 100 done, 2 failed; 38 left.*Run this cell again to resume"):
+        display.watch(folder, interval_s=0.05)
+    assert (folder.path / "verbs").read_text().split() == [control.STOP]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (process.wait(10), helper.wait(10)) == (0, 0)
+
+
+def test_a_second_interrupt_does_not_wait_for_answers(folder: RunFolder) -> None:
+    process = begin(folder, "needs two stops")
+    helpers = [interrupt_when("control", folder), interrupt_when("verbs", folder)]
+    with pytest.raises(RunStopped):
+        display.watch(folder, interval_s=0.05)
+    assert (folder.path / "verbs").read_text().split() == [control.STOP, control.STOP_NOW]
+    assert [each.wait(10) for each in (process, *helpers)] == [0, 0, 0]
+
+
+def test_an_interrupt_while_the_run_starts_is_passed_on(folder: RunFolder) -> None:
+    with pytest.raises(RunStopped), display.Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert control.wait_until(lambda: interrupts.count == 1, 10)
+        process = begin(folder, "stops")
+        display.watch(folder, interrupts, interval_s=0.05)
+    assert (folder.path / "verbs").read_text().split() == [control.STOP]
+    assert process.wait(10) == 0
+
+
+def test_the_third_interrupt_leaves(folder: RunFolder) -> None:
+    with pytest.raises(KeyboardInterrupt, match="Run the cell again"), display.Interrupts() as interrupts:
+        for count in (1, 2, 3):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert control.wait_until(lambda count=count: interrupts.count == count, 10)  # type: ignore[misc]
+
+
+def test_a_killed_run_is_reported_at_once(folder: RunFolder) -> None:
+    process = begin(folder, "ends")
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"gone without having stopped.*40 of 100 done.*again to resume"):
+        display.watch(folder, interval_s=0.05)
+    assert time.monotonic() - began < 5
+
+
+def test_a_failed_run_gives_its_reason_and_its_log(folder: RunFolder) -> None:
+    folder.control.mkdir(parents=True)
+    control.write_status(folder, status("failed", reason="every server was given up"))
+    with pytest.raises(RunError, match=r"every server was given up.*generate.log"):
+        display.watch(folder, interval_s=0.05)
+
+
+def test_a_line_has_counts_rate_window_and_time_left() -> None:
+    assert display.line(status()) == (
+        "running: 40 of 100 done, 2 failed, 8 in flight, 1,234 completion tok/s (client, last 20 s),"
+        " about 2 min 05 s left"
+    )
+    assert display.line(status("ended", done=98)) == "ended: 98 of 100 done, 2 failed"
+    assert display.line(None) == "waiting for the run's first report"
+
+
+def test_html_escapes_everything() -> None:
+    hostile = "<script>x</script>"
+    servers = [{**status()["servers"][0], "name": hostile, "state": hostile}]
+    changes = {"reason": hostile, "servers": servers, "failures_by_kind": {hostile: 1}, "state": hostile}
+    page = display.html(status(**changes))
+    assert "<script>" not in page
+    assert page.count("&lt;script&gt;") >= 5
+
+
+def test_html_says_which_rate_over_which_window() -> None:
+    page = display.html(status())
+    assert "completion tokens/s<br>client, last 20 s" in page
+    assert "given up" in page
+    assert "Failed:</b> refused 2" in page
+
+
+def test_a_conclusion_tells_sessions_apart_and_how_to_stop_the_fleet() -> None:
+    told = display.conclusion(status("ended", done=98), "demo")
+    assert "98 of 100 rows are done" in told
+    assert "10 of them in earlier sessions" in told
+    assert "made 88 rows in 30 s" in told
+    assert "dfexp fleet down demo" in told
+
+
+@pytest.mark.parametrize(
+    ("raw", "thought", "answer"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("hm</think>yes", "hm", "yes"),
+        ("<think>never ends", "never ends", ""),
+        ("plain", "", "plain"),
+        ("", "", ""),
+    ],
+)
+def test_thought_and_answer(raw: str, thought: str, answer: str) -> None:
+    assert reading.split_thought(raw) == (thought, answer)
+
+
+def test_completions_are_escaped_and_complete() -> None:
+    row = {
+        "index": 3, "id": "<i>", "messages": [{"role": "user", "content": "<b>1 < 2</b>"}], "text": "<think>&</think><hr>",
+        "finish_reason": "length", "prompt_tokens": 4, "completion_tokens": None, "latency_s": 1.25,
+        "server": "s", "flags": ["empty"], "submitted_at": START,
+    }  # fmt: skip
+    page = reading.Completions([row])._repr_html_()
+    for shown in ("&lt;i&gt;", "&lt;b&gt;1 &lt; 2&lt;/b&gt;", "&amp;", "&lt;hr&gt;", "cut for length", "empty"):
+        assert shown in page
+    assert "<hr>" not in page

@@ -1,0 +1,153 @@
+"""Tables and figures against runs whose numbers are known."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dfexp import figures, report
+from dfexp.errors import RunError
+from dfexp.layout import RunFolder
+from dfexp.tables import Table, duration, size, text
+from tests.finished_run import START, failure, row, write_run
+
+
+def values(table: Table) -> dict[str, object]:
+    return {str(line["what"]): line["value"] for line in table.rows}
+
+
+def test_summary_counts_and_rates_over_the_busy_time(tmp_path: Path) -> None:
+    # Rows 0..9 keep one or two requests in flight from START to START + 11; then an hour passes; then one more row.
+    rows = [row(i) for i in range(10)] + [row(10, submitted_at=START + 3600, completion_tokens=100, attempt=2)]
+    events = [{"at": START, "event": "server_down", "server": "127.0.0.1:8081"}]
+    folder = write_run(tmp_path, rows, [failure(11)], asked=14, events=events)
+    found = values(report.summary(report.load(folder)))
+    assert (found["asked"], found["done"], found["failed"], found["missing"]) == (14, 11, 1, 2)
+    assert found["wall time"] == pytest.approx(3602)
+    assert found["busy time"] == pytest.approx(11 + 2)
+    assert found["completion tokens"] == 200
+    assert found["client rate"] == pytest.approx(200 / 13)
+    assert found["in flight, mean"] == pytest.approx(22 / 13)
+    assert found["rows sent more than once"] == 1
+    assert found["shards sealed"] == 2
+    assert found["server outages"] == 1
+
+
+def test_a_run_without_rows_has_a_report(tmp_path: Path) -> None:
+    data = report.load(write_run(tmp_path, [], asked=3))
+    assert values(report.summary(data))["missing"] == 3
+    assert "not finished" in report.headline(data)
+    for draw in (figures.throughput, figures.in_flight, figures.lengths, figures.latency, figures.servers):
+        assert "text/html" in draw(data)._repr_mimebundle_()
+    report.write(data)
+
+
+def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no run yet"):
+        report.load(RunFolder(tmp_path / "outputs" / "none"))
+
+
+def test_counts_that_a_server_did_not_give_are_not_zero(tmp_path: Path) -> None:
+    rows = [row(0, completion_tokens=None, prompt_tokens=None), row(1, completion_tokens=30)]
+    data = report.load(write_run(tmp_path, rows))
+    assert values(report.summary(data))["completion tokens, mean"] == 30
+
+
+def test_per_server_rates_add_up_to_the_client_rate(tmp_path: Path) -> None:
+    data = report.load(write_run(tmp_path, [row(i, completion_tokens=10 + i) for i in range(9)]))
+    rates = [line["completion tokens/s"] for line in report.per_server(data).rows]
+    assert len(rates) == 2
+    assert sum(rates) == pytest.approx(values(report.summary(data))["client rate"])
+
+
+def test_throughput_bins_hold_every_token_once(tmp_path: Path) -> None:
+    rows = [row(i, completion_tokens=7 + i, latency_s=0.5 + i % 7) for i in range(200)]
+    series = report.throughput(report.load(write_run(tmp_path, rows)))
+    tokens = sum(line["completion_tok_per_s"] * line["width_s"] for line in series.rows)
+    assert tokens == pytest.approx(sum(each.completion_tokens or 0 for each in rows))
+
+
+def test_requests_in_flight_integrate_to_the_latencies(tmp_path: Path) -> None:
+    rows = [row(i, latency_s=0.5 + i % 7) for i in range(50)]
+    data = report.load(write_run(tmp_path, rows))
+    series = report.in_flight(data).rows
+    step_s = series[1]["at_s"] - series[0]["at_s"]
+    assert sum(line["requests"] for line in series) * step_s == pytest.approx(
+        sum(each.latency_s for each in rows), rel=1e-4
+    )
+
+
+def test_examples_are_drawn_by_seed_and_index_alone(tmp_path: Path) -> None:
+    rows = [row(i) for i in range(60)]
+    forward = write_run(tmp_path, rows, name="forward")
+    backward = write_run(tmp_path, rows[::-1], name="backward")
+    first = [each["index"] for each in report.load(forward, examples=10, seed=3).examples]
+    assert len(first) == 10
+    assert first == [each["index"] for each in report.load(backward, examples=10, seed=3).examples]
+    assert first != [each["index"] for each in report.load(forward, examples=10, seed=4).examples]
+    assert report.load(forward, examples=0).examples == ()
+
+
+def test_failures_flags_and_drops_are_listed(tmp_path: Path) -> None:
+    rows = [row(0, flags=("empty", "no_usage")), row(1, flags=("empty",))]
+    failures = [failure(2, message="HTTP 400: <b>9012</b> tokens"), failure(3), failure(4, kind="refused")]
+    data = report.load(write_run(tmp_path, rows, failures))
+    assert [(line["kind"], line["rows"]) for line in report.failures_by_kind(data).rows] == [
+        ("prompt_too_long", 2),
+        ("refused", 1),
+    ]
+    assert [(line["flag"], line["rows"]) for line in report.flags(data).rows] == [("empty", 2), ("no_usage", 1)]
+    assert report.dropped(data).rows[0]["line"] == 3
+    page = report.failures(data)._repr_html_()
+    assert "&lt;b&gt;9012" in page
+    assert "<b>9012" not in page
+
+
+def test_write_leaves_every_table_as_csv_and_json(tmp_path: Path) -> None:
+    data = report.load(write_run(tmp_path, [row(i) for i in range(5)], [failure(5)]))
+    report.write(data)
+    for table in report.tables(data):
+        stored = json.loads((data.folder.report / f"{table.name}.json").read_text())
+        with (data.folder.report / f"{table.name}.csv").open() as file:
+            assert len(list(csv.DictReader(file))) == len(stored["rows"]) == len(table.rows)
+
+
+def test_figures_name_their_axes_and_source(tmp_path: Path) -> None:
+    rows = [row(i, finish_reason="length" if i % 3 else "stop") for i in range(30)]
+    data = report.load(write_run(tmp_path, rows, generation={"max_tokens": 64}))
+    for draw in (figures.throughput, figures.in_flight, figures.lengths, figures.latency, figures.servers):
+        layout = draw(data).figure.layout
+        assert layout.title.text
+        assert layout.title.subtitle.text
+        assert layout.xaxis.title.text
+        assert any("Source: " in note.text for note in layout.annotations)
+    assert any(shape.x0 == 64 for shape in figures.lengths(data).figure.layout.shapes)
+
+
+def test_a_run_that_goes_on_says_so_in_its_figures(tmp_path: Path) -> None:
+    data = report.load(write_run(tmp_path, [row(0)], asked=2))
+    assert any("unfinished" in note.text for note in figures.throughput(data).figure.layout.annotations)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(None, "-"), (3.4, "3 s"), (59.7, "1 min 00 s"), (3725, "1 h 02 min"), (90_000, "1 d 1 h")]
+)
+def test_durations_as_people_read_them(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [text(value) for value in (None, 1234567, 1234.5, 12.345, 0.01234, float("nan"), True)] == [
+        "-", "1,234,567", "1,234", "12.3", "0.0123", "-", "yes",
+    ]  # fmt: skip
+    assert [size(count) for count in (None, 512, 2048, 3 * 2**30)] == ["-", "512 bytes", "2.0 KiB", "3.00 GiB"]
+
+
+def test_a_table_of_nothing_is_shown_as_none() -> None:
+    table = Table(name="t", title="Failures", rows=[])
+    assert "none" in table._repr_html_()
+    assert replace(table, rows=[{"a": "<script>"}])._repr_html_().count("<script>") == 0
