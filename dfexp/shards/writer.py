@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from dfexp.errors import ShardError, StorageError
-from dfexp.jsonl import encode_line, repair
+from dfexp.jsonl import encode_line, fsync_dir, repair
 from dfexp.records import Completion, Failure
 from dfexp.shards.files import LOCK
 from dfexp.shards.lock import WriterLock
@@ -261,7 +261,9 @@ class Shards:
 
 def _made(folder: Path) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            fsync_dir(folder.parent)
     except OSError as error:
         raise StorageError(f"cannot create {folder}: {error.strerror or error}. Fix the folder above it.") from error
     return folder

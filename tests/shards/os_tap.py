@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 CHANGING = ("open", "write", "pwrite", "fsync", "ftruncate", "link", "unlink", "rename", "replace", "mkdir")
-REAL = {name: getattr(os, name) for name in (*CHANGING, "lseek", "_exit")}
+REAL = {name: getattr(os, name) for name in (*CHANGING, "close", "_exit")}
 
 Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -39,10 +39,11 @@ class DieAt:
         if self.left == 0 and self.halfway and name == "write":
             REAL["write"](args[0], bytes(args[1])[: len(args[1]) // 2])
             REAL["_exit"](9)
-        result = REAL[name](*args, **kwargs)
-        if self.left == 0:
-            REAL["_exit"](9)
-        return result
+        try:
+            return REAL[name](*args, **kwargs)
+        finally:
+            if self.left == 0:
+                REAL["_exit"](9)
 
 
 class RefuseAt:
