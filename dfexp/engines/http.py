@@ -145,6 +145,7 @@ def _send(request: urllib.request.Request, timeout_s: float) -> bytes:
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as reply:
             body: bytes = reply.read(_MAX_BYTES + 1)
+            missing = reply.length
     except urllib.error.HTTPError as error:
         with error:
             raise _http_error(where, error) from None
@@ -158,6 +159,8 @@ def _send(request: urllib.request.Request, timeout_s: float) -> bytes:
         raise Unreachable(f"{where}: cannot connect ({error.reason}).") from None
     except (OSError, http.client.HTTPException) as error:
         raise _broken(where, error) from None
+    if missing and len(body) <= _MAX_BYTES:
+        raise ConnectionLost(f"{where}: the connection broke {missing} bytes before the end of the answer.")
     if len(body) > _MAX_BYTES:
         raise BadAnswer(f"{where}: the answer is larger than {_MAX_BYTES} bytes.")
     return body

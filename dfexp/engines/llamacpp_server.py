@@ -56,6 +56,7 @@ def _start(config: Mapping[str, Any]) -> Any:
     params.n_threads_http = 2 * config["slots"] + 16
     params.endpoint_metrics, params.endpoint_slots = True, True
     params.ui, params.offline = False, True
+    params.verbosity = 2  # warnings and errors: six lines a request would fill the disk in a long run
     params.fit_params = False  # it would shrink the context silently
     params.cache_ram_mib = 0  # prompts share no prefix; the cache grows to gigabytes
     return xllamacpp.Server(params)

@@ -1,0 +1,118 @@
+"""Servers that somebody else runs: keys from the environment, limits in whichever way the server tells them."""
+
+import json
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dfexp.engines.base import engine_for
+from dfexp.errors import AccessDenied, FleetError, TimedOut, Unreachable
+from dfexp.layout import FleetFolder
+from dfexp.params import ExternalFleet
+from tests.http_stub import Quiet, serving
+
+DATA = Path(__file__).parents[1] / "data" / "sglang"
+
+
+class Pages(Quiet):
+    """Serves the pages of its server by path; 401 without the key, 404 for other paths."""
+
+    def do_GET(self) -> None:
+        body = self.server.pages.get(self.path)
+        if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
+            self.reply(401, b'{"error": "no"}')
+        elif body is None:
+            self.reply(404, b'{"detail": "Not Found"}')
+        elif body == "hang":
+            self.server.released.wait(30)
+        else:
+            self.reply(200, json.dumps(body).encode())
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    with serving(Pages) as made:
+        made.pages, made.key = {}, ""
+        yield made
+
+
+def engine(urls: list[str], **keys: object):
+    return engine_for(ExternalFleet(engine="external", urls=urls, **keys))
+
+
+def sglang(version: str) -> dict[str, object]:
+    return {
+        "/server_info": json.loads((DATA / f"server_info_{version}.json").read_text()),
+        "/v1/models": json.loads((DATA / f"v1_models_{version}.json").read_text()),
+    }
+
+
+def test_urls_lose_their_v1_and_nothing_is_started(tmp_path):
+    plans = engine(["http://h:1/v1/", "https://proxy/team"]).plans(FleetFolder(tmp_path), "")
+    assert [(plan.url, plan.argv) for plan in plans] == [("http://h:1", None), ("https://proxy/team", None)]
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
+def test_sglang_tells_its_effective_limits(server, version):
+    server.pages = sglang(version)
+    limits = engine([server.url], max_running_requests=999).limits(server.url, "")
+    assert (limits.max_running_requests, limits.context_length, limits.max_total_num_tokens) == (16, 8192, 20000)
+    assert limits.engine_version == f"sglang {version}"
+
+
+def test_the_old_name_of_the_page_works_too(server):
+    server.pages = sglang("0.5.12")
+    server.pages["/get_server_info"] = server.pages.pop("/server_info")
+    assert engine([server.url]).limits(server.url, "").max_running_requests == 16
+
+
+def test_a_server_that_says_little_is_completed_by_the_parameters(server):
+    server.pages = {"/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
+    limits = engine([server.url], max_running_requests=7, context_length=100).limits(server.url, "")
+    assert (limits.max_running_requests, limits.context_length, limits.model) == (7, 4096, "m")
+
+
+def test_a_server_without_a_list_of_models_takes_everything_from_the_parameters(server):
+    limits = engine([server.url], model="mine", max_running_requests=7).limits(server.url, "")
+    assert (limits.max_running_requests, limits.context_length, limits.model) == (7, None, "mine")
+
+
+def test_a_wrong_key_is_an_error_and_not_a_server_without_limits(server):
+    server.key = "right"
+    server.pages = sglang("0.5.23")
+    assert engine([server.url]).limits(server.url, "right").max_running_requests == 16
+    with pytest.raises(AccessDenied):
+        engine([server.url]).limits(server.url, "wrong")
+
+
+def test_a_server_in_trouble_is_an_error_and_not_a_server_without_limits(server):
+    server.pages = {"/v1/models": {"data": [{"id": "m"}]}, "/server_info": "hang"}
+    with pytest.raises(TimedOut):
+        engine([server.url]).limits(server.url, "", timeout_s=0.3)
+    with pytest.raises(Unreachable):
+        engine([server.url]).limits("http://127.0.0.1:1", "")
+
+
+def test_the_key_comes_from_the_variable_that_the_parameters_name(monkeypatch):
+    with_key = engine(["http://h:1"], api_key_env="MY_KEY")
+    monkeypatch.setenv("MY_KEY", " sk-secret\n")
+    assert with_key.outside_key() == "sk-secret"
+    assert engine(["http://h:1"]).outside_key() == ""
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "sk-sécret", "sk\nX-Header: 1"])
+def test_a_missing_or_unusable_key_names_the_variable_and_never_the_value(monkeypatch, value):
+    monkeypatch.delenv("MY_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MY_KEY", value)
+    with pytest.raises(FleetError, match="MY_KEY") as caught:
+        engine(["http://h:1"], api_key_env="MY_KEY").outside_key()
+    assert "sk" not in str(caught.value).replace("asks", "")
+
+
+def test_the_model_is_the_given_one_or_the_first_listed(server):
+    server.pages = {"/v1/models": {"data": [{"id": "first"}, {"id": "second"}]}}
+    assert engine([server.url]).model_name(server.url, "") == "first"
+    assert engine([server.url], model="second").model_name("http://127.0.0.1:1", "") == "second"
