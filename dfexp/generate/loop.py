@@ -111,7 +111,7 @@ class Loop:
 
     def _is_over(self) -> bool:
         if self._in_flight == 0:
-            return self._state == "draining" or not self._queue
+            return self._state != "running" or not self._queue
         return self._drain_until is not None and time.monotonic() >= self._drain_until
 
     def _feed(self) -> None:
@@ -124,10 +124,10 @@ class Loop:
         while ready:
             for lane in list(ready):
                 job = self._queue.take(lane.name, now, alone=serving == 1)
-                if job is None or not lane.has_room(now):
-                    ready.remove(lane)
                 if job is not None:
                     self._submit(lane, job)
+                if job is None or not lane.has_room(now):
+                    ready.remove(lane)
 
     def _submit(self, lane: Lane, job: Job) -> None:
         task = asyncio.create_task(self._serve(lane, job))
