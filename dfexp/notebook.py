@@ -118,15 +118,14 @@ class Executed:
 def find(name: str, root: Path) -> Path:
     """The notebook `name` (without .ipynb): the project's own, else the one that comes with dfexp.
 
-    Raises NotebookError.
+    That one lies inside an installed package, and beside the package in a checkout. Raises NotebookError.
     """
-    own = root / "notebooks" / f"{name}.ipynb"
-    if own.is_file():
-        return own
-    shipped = Path(str(resources.files("dfexp"))) / "shipped" / "notebooks" / f"{name}.ipynb"
-    if shipped.is_file():
-        return shipped
-    raise NotebookError(f"there is no notebook {name!r}: neither {own} nor {shipped} exists.")
+    package = Path(str(resources.files("dfexp")))
+    places = [folder / "notebooks" / f"{name}.ipynb" for folder in (root, package / "shipped", package.parent)]
+    for path in places:
+        if path.is_file():
+            return path
+    raise NotebookError(f"there is no notebook {name!r}: none of {', '.join(map(str, places))} exists.")
 
 
 def execute(
