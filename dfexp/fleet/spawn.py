@@ -133,7 +133,7 @@ def stop(identity: str, servers: Sequence[Server], drain_s: float) -> list[str]:
             _kill_group(one)
     everything += [one for found in left.values() for one in found]
     if not _gone(everything, _KILL_S):
-        stuck = ", ".join(str(one.pid) for one in everything if one.is_alive())
+        stuck = ", ".join(str(one.pid) for one in everything if _lingers(one))
         raise FleetError(f"processes {stuck} did not end even after SIGKILL (a driver or a disk may hold them).")
     return [f"{server.name}: {_outcome(before[server.name], bool(left[server.name]))}" for server in servers]
 
@@ -164,8 +164,19 @@ def _kill_group(process: ProcessId) -> None:
 def _gone(processes: Sequence[ProcessId], timeout_s: float) -> bool:
     """Wait until none of them lives. False when the time is over."""
     end = time.monotonic() + timeout_s
-    while any(one.is_alive() for one in processes):
+    while any(_lingers(one) for one in processes):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
     return True
+
+
+def _lingers(process: ProcessId) -> bool:
+    """Whether a process lives, or is a zombie whose other threads still are on their way out and hold its port."""
+    if process.is_alive():
+        return True
+    try:
+        found = psutil.Process(process.pid)
+        return bool(found.status() == psutil.STATUS_ZOMBIE and found.num_threads() > 1)
+    except (psutil.Error, OSError):
+        return False

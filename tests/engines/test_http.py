@@ -55,8 +55,10 @@ def closed_url() -> str:
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(400, Refused), (401, AccessDenied), (403, AccessDenied), (404, AccessDenied), (422, Refused)]
-    + [(429, RateLimited), (500, ServerFault), (503, ServerFault), (302, BadAnswer)],
+    [
+        *((400, Refused), (422, Refused), (401, AccessDenied), (403, AccessDenied), (404, AccessDenied)),
+        *((429, RateLimited), (500, ServerFault), (503, ServerFault), (302, BadAnswer)),
+    ],
 )
 def test_each_status_is_its_error_with_the_servers_words(page, status, error):
     page.answer = (status, {"Location": "http://192.0.2.1/"}, b'{"error": {"message": "words of the server"}}')
@@ -107,8 +109,11 @@ def test_only_http_is_spoken(tmp_path):
 
 @pytest.mark.parametrize(
     ("sent", "error"),
-    [(b"", ConnectionLost), (b"SSH-2.0-x\r\n\r\n", BadAnswer)]
-    + [(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", ConnectionLost)],
+    [
+        (b"", ConnectionLost),
+        (b"SSH-2.0-x\r\n\r\n", BadAnswer),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", ConnectionLost),
+    ],
 )
 def test_a_broken_answer_is_never_taken_for_a_good_one(sent, error):
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -65,7 +65,7 @@ def test_a_folder_is_no_model(tmp_path):
 
 
 def test_a_context_beyond_the_training_is_refused(tmp_path):
-    with pytest.raises(EngineStartError, match="16384.*8192"):
+    with pytest.raises(EngineStartError, match=r"16384.*8192"):
         engine(tmp_path, context_length=16384).plans(FleetFolder(tmp_path), "k")
 
 

@@ -1,0 +1,313 @@
+"""A running fleet of real servers: limits, secrets, death and restart, stop, lease."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import threading
+import time
+
+import psutil
+import pytest
+
+from dfexp.engines.http import get_json, get_text, post_json, probe
+from dfexp.errors import AccessDenied, EngineStartError, FleetError, LockedError
+from dfexp.fleet import Fleet, attach
+from tests.fleet.conftest import READY_S, marked, start_python
+from tests.http_stub import Quiet, serving
+
+STATES = """
+import json, sys
+from pathlib import Path
+from dfexp.fleet import attach
+from dfexp.layout import FleetFolder
+fleet = attach(FleetFolder(Path(sys.argv[1])))
+print(json.dumps([[s.name, s.state, s.pid] for s in fleet.status()]))
+"""
+
+HOLD = """
+import sys
+from pathlib import Path
+from dfexp.fleet import attach
+from dfexp.layout import FleetFolder
+with attach(FleetFolder(Path(sys.argv[1]))).lease("run seven"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def wait_for(condition, timeout_s: float = 30.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def port_of(fleet: Fleet, position: int = 0) -> int:
+    return int(fleet.servers[position].name.rpartition(":")[2])
+
+
+def test_the_servers_tell_their_limits_and_the_memory_they_imply(two):
+    for status in two.status():
+        assert status.state == "ready"
+        assert status.limits.max_running_requests == 4
+        assert status.limits.context_length == 2048
+        assert status.limits.max_total_num_tokens == 4 * 2048
+        assert status.limits.model == two.model_name() == "smollm2-135m-instruct"
+        assert status.limits.state_bytes["kv"] == 23040 * 4 * 2048
+        assert 90e6 < status.limits.state_bytes["weights"] < 100e6
+        assert status.rss_bytes > status.limits.state_bytes["weights"]
+        assert psutil.Process(status.pid).is_running()
+
+
+def test_a_server_answers_to_its_key_alone(two):
+    for server in two.servers:
+        assert probe(server.url, two.key, "m").ready
+        assert probe(server.url, "wrong", "m").state == "refused"
+        assert "llamacpp:requests_processing" in get_text(f"{server.url}/metrics", key=two.key)
+        for path in ("/metrics", "/props", "/slots"):
+            with pytest.raises(AccessDenied, match="401"):
+                get_text(server.url + path)
+
+
+def test_servers_listen_on_loopback_alone(two):
+    for server in two.servers:
+        listening = [c.laddr.ip for c in psutil.Process(server.pid).net_connections("tcp") if c.status == "LISTEN"]
+        assert listening == ["127.0.0.1"]
+
+
+def test_slots_are_decoded_together(two):
+    url, key = two.servers[0].url, two.key
+    body = {"messages": [{"role": "user", "content": "Count to a hundred."}], "max_tokens": 25, "ignore_eos": True}
+    threads = [
+        threading.Thread(
+            target=post_json, args=(f"{url}/v1/chat/completions", body), kwargs={"key": key, "timeout_s": 60}
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: [slot["is_processing"] for slot in get_json(f"{url}/slots", key=key)] == [True] * 4)
+    for thread in threads:
+        thread.join()
+
+
+def test_the_key_is_in_private_files_alone(two):
+    folder, key = two.folder, two.key
+    assert len(key) >= 32
+    holding = {path.name for path in folder.path.rglob("*") if path.is_file() and key in path.read_text()}
+    assert holding == {"key", *(name for server in two.servers for name in server.files)}
+    for path in [folder.path / name for name in holding] + list(folder.logs.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for server in two.servers:
+        process = psutil.Process(server.pid)
+        assert key not in " ".join(process.cmdline())
+        assert key not in json.dumps(process.environ())
+    assert key not in subprocess.run(["ps", "axeww"], capture_output=True, text=True, check=True).stdout
+    assert key not in repr(vars(two))
+
+
+def test_the_record_says_who_the_servers_are(two):
+    record = json.loads(two.folder.fleet_json.read_text())
+    assert record["identity"] == two.identity
+    assert record["spec"]["servers"] == 2
+    for server in record["servers"]:
+        assert os.getpgid(server["pid"]) == os.getsid(server["pid"]) == server["pid"]
+
+
+def test_another_process_attaches(two):
+    with start_python(STATES, two.folder.path) as other:
+        seen = json.loads(other.communicate()[0])
+    assert seen == [[server.name, "ready", server.pid] for server in two.servers]
+
+
+def test_a_killed_server_is_seen_and_starts_again_at_its_address(two):
+    victim, other = two.servers
+    witness = attach(two.folder)
+    os.kill(victim.pid, signal.SIGKILL)
+    wait_for(lambda: not two.is_process_alive(victim.name))
+    wait_for(lambda: not witness.is_process_alive(victim.name))
+    assert [status.state for status in two.status()] == ["dead", "ready"]
+    assert two.restart(victim.name) is two
+    two.wait_ready(READY_S)
+    wait_for(lambda: probe(victim.url, two.key, "m").ready)
+    again = two.server(victim.name)
+    assert again.url == victim.url
+    assert again.pid != victim.pid
+    assert two.servers[1] == other
+    assert attach(two.folder).servers == two.servers
+
+
+def test_two_threads_restart_two_servers(two):
+    before = {server.name: server.pid for server in two.servers}
+    threads = [threading.Thread(target=two.restart, args=(name,)) for name in before]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = {server.name: server.pid for server in two.servers}
+    assert after.keys() == before.keys()
+    assert not set(after.values()) & set(before.values())
+    assert attach(two.folder).servers == two.servers
+    assert sorted(marked(two.identity)) == sorted(after.values())
+    wait_for(lambda: all(status.state == "ready" for status in two.status()))
+
+
+def test_a_frozen_server_is_unreachable_and_restart_replaces_it(two):
+    frozen = two.servers[1]
+    os.kill(frozen.pid, signal.SIGSTOP)
+    assert [status.state for status in two.status(timeout_s=0.5)][1] == "unreachable"
+    two.restart(frozen.name)
+    wait_for(lambda: probe(frozen.url, two.key, "m").ready)
+
+
+def test_an_unknown_server_is_named_with_those_there_are(two):
+    with pytest.raises(FleetError, match=two.servers[1].name):
+        two.restart("127.0.0.1:1")
+
+
+def test_one_user_at_a_time(two):
+    with start_python(HOLD, two.folder.path) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(LockedError, match=rf"run seven \(pid {holder.pid}\)"), two.lease("mine"):
+            pass
+        with pytest.raises(LockedError, match="run seven"):
+            two.down()
+        assert two.lease_holder() == f"run seven (pid {holder.pid})"
+        assert all(status.state == "ready" for status in two.status())
+        holder.kill()
+        holder.wait()
+        assert two.lease_holder() is None
+        with two.lease("mine"):
+            assert two.lease_holder() == f"mine (pid {os.getpid()})"
+    assert two.lease_holder() is None
+    with pytest.raises(RuntimeError, match="on purpose"), two.lease("mine"):
+        raise RuntimeError("on purpose")
+    assert two.lease_holder() is None
+
+
+def test_down_lets_requests_finish_and_leaves_nothing(launch):
+    fleet = launch()
+    url, key, pid = fleet.servers[0].url, fleet.key, fleet.servers[0].pid
+    answers = []
+
+    def ask() -> None:
+        body = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "ignore_eos": True}
+        answers.append(post_json(f"{url}/v1/chat/completions", body, key=key, timeout_s=60))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_for(lambda: get_json(f"{url}/slots", key=key)[0]["is_processing"])
+    assert fleet.down(drain_s=60) == [f"{fleet.servers[0].name}: stopped (pid {pid})"]
+    thread.join()
+    assert answers[0]["usage"]["completion_tokens"] == 40
+    assert not psutil.pid_exists(pid)
+    assert sorted(path.name for path in fleet.folder.path.iterdir()) == ["logs"]
+    with pytest.raises(FleetError, match="Launch it first"):
+        attach(fleet.folder)
+    with pytest.raises(FleetError, match="stopped"):
+        fleet.restart(fleet.servers[0].name)
+
+
+def test_down_kills_what_does_not_stop(launch):
+    fleet = launch()
+    pid = fleet.servers[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    assert "killed" in fleet.down(drain_s=0.2)[0]
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_reused_pid_is_not_touched(launch):
+    fleet = launch()
+    with start_python("import sys; sys.stdin.read()") as innocent:
+        record = json.loads(fleet.folder.fleet_json.read_text())
+        real, record["servers"][0]["pid"] = record["servers"][0]["pid"], innocent.pid
+        fleet.folder.fleet_json.write_text(json.dumps(record))
+        witness = attach(fleet.folder)
+        assert not witness.is_process_alive(witness.servers[0].name)
+        lines = witness.down(drain_s=5)
+        assert innocent.poll() is None
+        innocent.stdin.close()
+    assert str(real) in lines[0]
+    assert marked(fleet.identity) == []
+
+
+def test_somebody_else_at_the_address_of_a_dead_server(launch):
+    fleet = launch()
+    server = fleet.servers[0]
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(lambda: not fleet.is_process_alive(server.name))
+
+    class Stranger(Quiet):
+        def do_GET(self) -> None:
+            self.reply(200, b'{"hello": 1}')
+
+    with serving(Stranger, port_of(fleet)):
+        status = fleet.status()[0]
+        assert (status.state, status.pid, status.limits) == ("foreign", None, None)
+        with pytest.raises(EngineStartError, match="another process listens"):
+            fleet.restart(server.name)
+        assert "was not running" in fleet.down()[0]
+        assert get_json(f"http://127.0.0.1:{port_of(fleet)}/") == {"hello": 1}
+
+
+def test_a_port_lost_before_the_start_is_replaced_by_another(launch):
+    fleet = launch(wait=False)
+    before = fleet.servers[0]
+    os.kill(before.pid, signal.SIGSTOP)
+
+    class Impostor(Quiet):
+        def do_POST(self) -> None:
+            self.reply(200, b'{"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": 1}}')
+
+    with serving(Impostor, port_of(fleet)):
+        os.kill(before.pid, signal.SIGCONT)
+        fleet.wait_ready(READY_S)
+        after = fleet.servers[0]
+        assert after.name != before.name
+        assert fleet.status()[0].state == "ready"
+        assert not (fleet.folder.path / before.files[0]).exists()
+    assert attach(fleet.folder).servers == fleet.servers
+    assert marked(fleet.identity) == [after.pid]
+
+
+def test_a_failed_start_says_why_and_leaves_nothing(launch, tmp_path):
+    from dfexp.engines.llamacpp import _bundled_model
+
+    (tmp_path / "cut.gguf").write_bytes(_bundled_model().read_bytes()[:20_000_000])
+    fleet = launch(model="cut.gguf", servers=2, wait=False)
+    key, start = fleet.key, time.monotonic()
+    with pytest.raises(EngineStartError) as caught:
+        fleet.wait_ready(READY_S)
+    message = str(caught.value)
+    assert time.monotonic() - start < READY_S / 2
+    assert "The model file is incomplete." in message
+    assert "not within the file bounds" in message
+    assert "exit code 1" in message
+    assert key not in message
+    assert marked(fleet.identity) == []
+    assert sorted(path.name for path in fleet.folder.path.iterdir()) == ["logs"]
+
+
+def test_a_server_that_stays_silent_is_given_up_and_stopped(launch):
+    fleet = launch(wait=False)
+    os.kill(fleet.servers[0].pid, signal.SIGSTOP)
+    with pytest.raises(EngineStartError, match="did not become ready"):
+        fleet.wait_ready(0.3)
+    assert marked(fleet.identity) == []
+
+
+def test_a_key_that_a_server_prints_is_not_repeated(launch):
+    fleet = launch()
+    with open(fleet.servers[0].log, "a") as log:
+        log.write(f"server_args: api_key={fleet.key!r}\n")
+    failure = fleet.start_failure(fleet.servers[0].name)
+    assert "api_key='(key hidden)'" in failure
+    assert fleet.key not in failure
+
+
+def test_ports_stay_out_of_the_range_of_outgoing_connections(two):
+    with socket.create_connection(("127.0.0.1", port_of(two))) as outgoing:
+        assert port_of(two) < 32000 < outgoing.getsockname()[1]

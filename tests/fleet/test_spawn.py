@@ -1,0 +1,90 @@
+"""Processes that do not want to end, and workers that outlive their leader: nothing stays."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dfexp.errors import EngineStartError
+from dfexp.fleet import spawn
+from dfexp.fleet.record import Server
+from tests.fleet.conftest import marked
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+workers = [subprocess.Popen([sys.executable, "-c", worker], start_new_session=own) for own in (False, True)]
+print("leader up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path):
+    """A leader with two workers, one in a session of its own; all ignore SIGTERM."""
+    log = tmp_path / "log"
+    server = Server(name="127.0.0.1:9", url="http://127.0.0.1:9", argv=(sys.executable, "-c", STUBBORN), log=str(log))
+    server, child = spawn.spawn(server, "abc123", tmp_path)
+    end = time.monotonic() + 30
+    while log.read_text().count("up\n") < 3:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    yield server, child
+    spawn.stop("abc123", [server], drain_s=0)
+    child.wait()
+
+
+def test_all_processes_of_a_server_are_found(stubborn):
+    server, child = stubborn
+    found = spawn.members("abc123", [server])[server.name]
+    assert found[0].pid == child.pid == server.pid
+    assert sorted(one.pid for one in found) == sorted(marked("abc123"))
+    assert len(found) == 3
+    assert spawn.members("another", [server])[server.name] == found[:1]
+    assert spawn.rss_bytes(server) > psutil.Process(server.pid).memory_info().rss
+
+
+def test_none_survives_a_stop(stubborn):
+    server, child = stubborn
+    (line,) = spawn.stop("abc123", [server], drain_s=0.2)
+    assert "killed" in line
+    assert marked("abc123") == []
+    assert child.wait() == -signal.SIGKILL
+
+
+def test_workers_whose_leader_died_are_stopped_too(stubborn):
+    server, child = stubborn
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert len(marked("abc123")) == 2
+    spawn.stop("abc123", [server], drain_s=0)
+    assert marked("abc123") == []
+
+
+def test_a_stop_of_what_is_gone_says_so(stubborn):
+    server, _ = stubborn
+    spawn.stop("abc123", [server], drain_s=0)
+    assert spawn.stop("abc123", [server], drain_s=60) == ["127.0.0.1:9: was not running"]
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    server = Server(name="h:1", url="http://h:1", argv=("/nonexistent/python",), log=str(tmp_path / "log"))
+    with pytest.raises(EngineStartError, match="/nonexistent/python"):
+        spawn.spawn(server, "abc123", tmp_path)
+
+
+def test_only_the_last_start_is_read_from_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "dfexp: starting server a at t\nold failure\ndfexp: starting server a at t\nnew \udcff failure\n",
+        "utf-8",
+        "surrogateescape",
+    )
+    assert "old" not in spawn.last_start(str(log))
+    assert "new" in spawn.last_start(str(log))
+    assert spawn.last_start(str(tmp_path / "none")) == spawn.last_start(None) == ""
