@@ -39,7 +39,7 @@ class Says:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in the tree: the model that has its last key, and the field and annotation that say what belongs there."""
+    """A place in the tree: the model that has its last key, and the field and annotation of what belongs there."""
 
     path: tuple[str | int, ...]
     value: Any
@@ -86,8 +86,10 @@ def hide_secrets(text: str) -> str:
 
 def _shown_at(key: object, value: Any, depth: int = 0) -> str:
     """The value of a key, hidden if the key's name says that it is a secret."""
-    is_secret = _SECRET_KEY.search(str(key)) and value is not None and not isinstance(value, bool)
-    return "(hidden)" if is_secret else shown(value, depth)
+    named = _SECRET_KEY.search(str(key))
+    harmless = value is None or isinstance(value, bool)
+    counts = isinstance(value, (int, float)) and str(key).lower().endswith("token")  # max_token: 64, misspelt
+    return "(hidden)" if named and not harmless and not counts else shown(value, depth)
 
 
 def _walk(loc: Sequence[str | int], tree: Any, spec: type[BaseModel]) -> _Place:
@@ -206,12 +208,12 @@ def _nearest(place: _Place, tree: Mapping[str, Any], spec: type[BaseModel]) -> s
 
 
 def _all_keys(spec: type[BaseModel], tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every dotted key, with what to add for a key that only another choice than the user's has."""
+    """Every dotted key, and what to add where only another choice than the user's has it; the user's come last."""
     for name, field in spec.model_fields.items():
         yield name, ""
         chosen = _model_at(_Place((name,), tree.get(name), field.annotation, spec, field))
         models = _tags(field) if field.discriminator else {"": chosen}
-        for tag, model in sorted(models.items(), key=lambda pair: pair[1] is not chosen):
+        for tag, model in sorted(models.items(), key=lambda pair: pair[1] is chosen):
             for key in model.model_fields if model else ():
                 yield f"{name}.{key}", "" if model is chosen else f" Only {name}.{field.discriminator} {tag} has it."
 
