@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dfexp.errors import StorageError
+from dfexp.jsonl import encode_line
 from dfexp.shards import Shards
 from tests.shards.os_tap import DieAt, RefuseAt, tapped
 from tests.shards.power import Recorder, write_to
@@ -183,3 +184,24 @@ def test_power_lost_between_any_two_system_calls_loses_nothing_reported(quick):
             shutil.rmtree(after)
             states += 1
     assert states > 200
+
+
+def test_rows_that_a_resume_calls_done_survive_a_loss_of_power_too(quick):
+    """A killed writer had written rows and a failure that it had not flushed; the next one counts them."""
+    live, after = quick / "live", quick / "after"
+    recorder = Recorder(live)
+    with tapped(recorder, recorder.names):
+        with open_run(live, total=TOTAL, rows_per_shard=PER_SHARD) as run:
+            run.commit(rows([0]), [failure(10)])
+        for name, record in (("completions_000000.jsonl.partial", rows([1])[0]), ("failures.jsonl", failure(11))):
+            fd = os.open(live / name, os.O_WRONLY | os.O_APPEND)
+            os.write(fd, encode_line(record.to_json()))
+            os.close(fd)
+        with open_run(live, total=TOTAL, rows_per_shard=PER_SHARD) as run:
+            assert (run.done, run.failed) == (2, 2)
+            told = len(recorder.log)
+    for contents in recorder.crash_states(told):
+        write_to(after, contents)
+        with open_run(after, total=TOTAL, rows_per_shard=PER_SHARD) as run:
+            assert (run.done, run.failed) == (2, 2)
+        shutil.rmtree(after)
