@@ -131,7 +131,7 @@ def test_every_import_is_a_declared_dependency() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.split(".")[0])
     foreign = imported - set(sys.stdlib_module_names) - {"dfexp", "__future__"}
-    assert {PACKAGE_OF.get(name, name) for name in foreign} <= declared
+    assert {canonicalize_name(PACKAGE_OF.get(name, name)) for name in foreign} <= declared
 
 
 def test_sglang_is_asked_for_by_its_extra_alone() -> None:
