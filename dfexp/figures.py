@@ -19,7 +19,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7
 
 _REASONS = {"stop": ("#0072B2", "ended by itself (stop)"), "length": ("#D55E00", "cut (length)")}
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-_SCATTER_MOST = 4000
+_SCATTER_MOST = 3000
 
 
 class Chart:
@@ -70,7 +70,7 @@ def throughput(data: RunData) -> Chart:
             )
     else:
         unit = "s"
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="stack", legend_traceorder="normal")
     subtitle = f"Client rate: tokens of the answers that finished within each {width_s:g} s, divided by {width_s:g} s"
     x = f"time since the first request ({unit})"
     return _finish(figure, data, "Throughput over time", subtitle, x, "completion tokens/s")
@@ -105,11 +105,12 @@ def lengths(data: RunData) -> Chart:
     rows = data.rows.dropna(subset=["completion_tokens"])
     figure = go.Figure()
     top = float(rows["completion_tokens"].max()) if len(rows) else 1.0
+    width = _bin_size(top)
     for reason, part in rows.groupby("finish_reason", observed=True):
         color, name = _REASONS.get(str(reason), ("#7F7F7F", str(reason)))
         figure.add_histogram(
             x=part["completion_tokens"],
-            xbins={"start": 0, "end": top + 1, "size": _bin_size(top)},
+            xbins={"start": 0.5 - width, "end": top + width, "size": width},  # so that max_tokens ends a bin
             name=f"{name}: {len(part):,}",
             marker={"color": color},
             hovertemplate="%{x} tokens: %{y:,} rows<extra></extra>",
@@ -117,8 +118,8 @@ def lengths(data: RunData) -> Chart:
     cut = data.run["spec"]["generation"].get("max_tokens")
     if isinstance(cut, int):
         figure.add_vline(
-            x=cut, line={"dash": "dash", "color": "#444"},
-            annotation={"text": f"max_tokens {cut:,}", "xanchor": "right", "textangle": 0},
+            x=cut + 0.5, line={"dash": "dash", "color": "#444"},
+            annotation={"text": f"max_tokens {cut:,}", "xanchor": "right", "xshift": -6},
         )  # fmt: skip
     figure.update_layout(barmode="stack", bargap=0.04)
     limit = "" if isinstance(cut, int) else "; each answer had all the room that its prompt left"
@@ -134,7 +135,7 @@ def latency(data: RunData) -> Chart:
     shown = rows.sample(min(len(rows), _SCATTER_MOST), random_state=0)
     figure = go.Figure()
     for server, part in shown.groupby("server", observed=True):
-        figure.add_scattergl(
+        figure.add_scatter(
             x=part["completion_tokens"],
             y=part["latency_s"],
             mode="markers",
@@ -186,7 +187,7 @@ def _template() -> go.layout.Template:
     axis: Mapping[str, Any] = {
         "gridcolor": "#E6E6E6", "zerolinecolor": "#BDBDBD", "linecolor": "#BDBDBD", "ticks": "outside",
         "tickcolor": "#BDBDBD", "separatethousands": True, "rangemode": "tozero", "automargin": True,
-        "title": {"standoff": 10},
+        "title": {"standoff": 10, "font": {"size": 13, "color": "#444"}},
     }  # fmt: skip
     return go.layout.Template(
         layout={

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ body.jp-Notebook { max-width: 1040px; margin: 0 auto; padding: 16px 20px 60px; }
 .jp-Cell { padding: 2px 0; }
 .jp-OutputPrompt, .jp-InputPrompt { display: none; }
 .jp-OutputArea-output { overflow-x: auto; }
+.jp-MarkdownOutput, .jp-RenderedMarkdown, .jp-RenderedHTML { padding-left: 0 !important; }
 .jp-RenderedHTMLCommon table { margin-left: 0; }
 </style>
 """
@@ -142,8 +144,7 @@ def export_html(notebook: Path, html: Path) -> None:
         mermaid_layout_elk_js_url="",
     )
     page, _ = exporter.from_filename(str(notebook))
-    for empty in ('<script src=""></script>', "<script src=''></script>"):
-        page = page.replace(empty, "")
+    page = re.sub(r'<script src="">\s*</script>', "", page)  # what an empty URL leaves of nbconvert's tags
     html.write_text(page.replace("</head>", _STYLE + "</head>", 1), encoding="utf-8")
 
 

@@ -76,7 +76,9 @@ def rows_html(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any, align: str) -> str:
-    return f"<td style='{_CELL};text-align:{align};overflow-wrap:anywhere'>{html.escape(text(value))}</td>"
+    shown = text(value)
+    wrap = ";overflow-wrap:anywhere;min-width:14em" if len(shown) > 40 else ""
+    return f"<td style='{_CELL};text-align:{align}{wrap}'>{html.escape(shown)}</td>"
 
 
 def text(value: Any) -> str:

@@ -125,7 +125,7 @@ def test_figures_name_their_axes_and_source(tmp_path: Path) -> None:
         assert layout.title.subtitle.text
         assert layout.xaxis.title.text
         assert any("Source: " in note.text for note in layout.annotations)
-    assert any(shape.x0 == 64 for shape in figures.lengths(data).figure.layout.shapes)
+    assert any(shape.x0 == 64.5 for shape in figures.lengths(data).figure.layout.shapes)
 
 
 def test_a_run_that_goes_on_says_so_in_its_figures(tmp_path: Path) -> None:
