@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -63,14 +64,14 @@ class LlamacppEngine:
             raise EngineStartError(
                 f"the embedded engine needs the package xllamacpp, which is missing. {_NEEDS_ENGINE}."
             )
-        model = self._check_model()
+        self._check_room()
         try:
             ports = free_ports(self.group.host, self.group.servers)
         except OSError as error:
             raise EngineStartError(
                 f"cannot listen on fleet.host = {self.group.host!r}: {error}. Give an address of this machine."
             ) from None
-        return [self._plan(folder, key, model.path, port) for port in ports]
+        return [self._plan(folder, key, port) for port in ports]
 
     def outside_key(self) -> None:
         """None: the servers are ours, and so is the key."""
@@ -81,7 +82,7 @@ class LlamacppEngine:
 
     def model_fingerprint(self, url: str, key: str) -> str:
         """Name and a hash over samples of the model file: another file of the same name is another model."""
-        return f"{self.model_name(url, key)} {self._check_model().fingerprint()}"
+        return f"{self.model_name(url, key)} {self._model.fingerprint()}"
 
     def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """Slots and context from the server's pages, the memory they imply from the model file."""
@@ -106,9 +107,9 @@ class LlamacppEngine:
         """Whether llama.cpp could not bind its address."""
         return "couldn't bind HTTP server socket" in log_text
 
-    def _plan(self, folder: FleetFolder, key: str, model: Path, port: int) -> ServerPlan:
+    def _plan(self, folder: FleetFolder, key: str, port: int) -> ServerPlan:
         config = {
-            "model": str(model),
+            "model": str(self._model.path),
             "alias": self.model_name("", key),
             "host": self.group.host,
             "port": port,
@@ -128,11 +129,12 @@ class LlamacppEngine:
             files={name: json.dumps(config).encode()},
         )
 
-    def _check_model(self) -> GgufModel:
-        """The model file's header. Raises EngineStartError for what would fail in every server."""
+    @functools.cached_property
+    def _model(self) -> GgufModel:
+        """The model file's header, read once. Raises EngineStartError for a file that no server could load."""
         path = _bundled_model() if self.group.model is None else (self.root / Path(self.group.model).expanduser())
         try:
-            model = read_gguf(path.resolve())
+            return read_gguf(path.resolve())
         except OSError as error:
             raise EngineStartError(
                 f"cannot read the model file fleet.model = {path}: {error.strerror or error}. Give the path of a GGUF"
@@ -140,11 +142,10 @@ class LlamacppEngine:
             ) from None
         except ValueError as error:
             raise EngineStartError(f"fleet.model = {path} is not a GGUF model: {error}. Give another file.") from None
-        self._check_room(model)
-        return model
 
-    def _check_room(self, model: GgufModel) -> None:
+    def _check_room(self) -> None:
         """Refuse a context that the model was not trained for, and more memory than the machine has."""
+        model = self._model
         asked, trained = self.group.context_length, model.context_length
         if trained and asked > trained:
             raise EngineStartError(
@@ -162,7 +163,7 @@ class LlamacppEngine:
 
     def _kv_bytes(self, tokens: int | None) -> Mapping[str, int]:
         """Memory of the KV cache, where the model's shape tells it."""
-        per_token = self._check_model().kv_bytes_per_token()
+        per_token = self._model.kv_bytes_per_token()
         return {"kv": per_token * tokens} if per_token and tokens else {}
 
 

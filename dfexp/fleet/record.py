@@ -160,9 +160,11 @@ def make_folder(folder: FleetFolder) -> None:
 def changing(folder: FleetFolder) -> Iterator[None]:
     """One process, and one thread in it, at a time changes a fleet. Raises LockedError when another takes too long."""
     try:
-        fd = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY)
+        # A file, not the folder itself: shared file systems lock only what is open for writing. It is never removed,
+        # or two processes could each hold the lock of a file of that name.
+        fd = os.open(folder.path / "launch.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise FleetError(f"no fleet folder {folder.path}: {error.strerror}.") from None
+        raise FleetError(f"cannot lock the fleet's folder {folder.path}: {error.strerror}.") from None
     try:
         _lock(fd, folder)
         yield
@@ -171,7 +173,7 @@ def changing(folder: FleetFolder) -> Iterator[None]:
 
 
 def _lock(fd: int, folder: FleetFolder) -> None:
-    """Take the lock of the open folder; the kernel drops it when the descriptor closes, however that happens."""
+    """Take the lock of an open file; the kernel drops it when the descriptor closes, however that happens."""
     end = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:

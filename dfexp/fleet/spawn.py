@@ -124,7 +124,8 @@ def stop(identity: str, servers: Sequence[Server], drain_s: float) -> list[str]:
         leader = [one for one in before[server.name] if one == server.process]
         for one in leader or before[server.name]:
             _send(one, signal.SIGTERM)
-    everything = [one for found in before.values() for one in found]
+    everything = [server.process for server in servers if server.process is not None]
+    everything += [one for found in before.values() for one in found]
     _gone(everything, drain_s)
     # Looked up again: a worker may have been started in the meantime, or outlive its leader.
     left = members(identity, servers)
@@ -133,7 +134,7 @@ def stop(identity: str, servers: Sequence[Server], drain_s: float) -> list[str]:
             _kill_group(one)
     everything += [one for found in left.values() for one in found]
     if not _gone(everything, _KILL_S):
-        stuck = ", ".join(str(one.pid) for one in everything if _lingers(one))
+        stuck = ", ".join(sorted({str(one.pid) for one in everything if _lingers(one)}))
         raise FleetError(f"processes {stuck} did not end even after SIGKILL (a driver or a disk may hold them).")
     return [f"{server.name}: {_outcome(before[server.name], bool(left[server.name]))}" for server in servers]
 

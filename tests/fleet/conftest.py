@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from dfexp.fleet import Fleet, up
+from dfexp.fleet import Fleet, attach, up
 from dfexp.params import RunSpec, validate
 
 TINY = {"engine": "llamacpp", "servers": 1, "max_running_requests": 1, "context_length": 256}
@@ -40,6 +41,14 @@ def start_python(code: str, *arguments: object, **options: object) -> subprocess
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
 
 
+def wait_for(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Poll until `condition` holds; the test fails when it does not in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two servers of four slots, ready. Tests that share it leave it ready."""
@@ -66,6 +75,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
         return fleet
 
     yield make
-    for fleet in launched:
-        fleet.stop_locked(drain_s=0)
-        assert marked(fleet.identity) == []
+    for folder in {fleet.folder.path: fleet.folder for fleet in launched}.values():
+        if folder.fleet_json.exists():
+            attach(folder).stop_locked(drain_s=0)
+    assert [marked(fleet.identity) for fleet in launched] == [[]] * len(launched)

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from dfexp.engines.http import get_json, get_text, post_json, probe
+from dfexp.engines.llamacpp import _bundled_model
 from dfexp.errors import AccessDenied, EngineStartError, FleetError, LockedError
 from dfexp.fleet import Fleet, attach
-from tests.fleet.conftest import READY_S, marked, start_python
+from tests.fleet.conftest import READY_S, marked, start_python, wait_for
 from tests.http_stub import Quiet, serving
 
 STATES = """
@@ -27,6 +28,20 @@ fleet = attach(FleetFolder(Path(sys.argv[1])))
 print(json.dumps([[s.name, s.state, s.pid] for s in fleet.status()]))
 """
 
+SILENT = """
+import os, signal, sys
+from pathlib import Path
+from dfexp.fleet import up
+from tests.fleet.conftest import spec_of
+fleet, _ = up(spec_of("one"), Path(sys.argv[1]))
+os.kill(fleet.servers[0].pid, signal.SIGSTOP)
+print(fleet.identity, flush=True)
+try:
+    fleet.wait_ready(600)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
 HOLD = """
 import sys
 from pathlib import Path
@@ -36,13 +51,6 @@ with attach(FleetFolder(Path(sys.argv[1]))).lease("run seven"):
     print("held", flush=True)
     sys.stdin.read()
 """
-
-
-def wait_for(condition, timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def port_of(fleet: Fleet, position: int = 0) -> int:
@@ -204,7 +212,7 @@ def test_down_lets_requests_finish_and_leaves_nothing(launch):
     thread.join()
     assert answers[0]["usage"]["completion_tokens"] == 40
     assert not psutil.pid_exists(pid)
-    assert sorted(path.name for path in fleet.folder.path.iterdir()) == ["logs"]
+    assert sorted(path.name for path in fleet.folder.path.iterdir()) == ["launch.lock", "logs"]
     with pytest.raises(FleetError, match="Launch it first"):
         attach(fleet.folder)
     with pytest.raises(FleetError, match="stopped"):
@@ -274,8 +282,6 @@ def test_a_port_lost_before_the_start_is_replaced_by_another(launch):
 
 
 def test_a_failed_start_says_why_and_leaves_nothing(launch, tmp_path):
-    from dfexp.engines.llamacpp import _bundled_model
-
     (tmp_path / "cut.gguf").write_bytes(_bundled_model().read_bytes()[:20_000_000])
     fleet = launch(model="cut.gguf", servers=2, wait=False)
     key, start = fleet.key, time.monotonic()
@@ -288,7 +294,7 @@ def test_a_failed_start_says_why_and_leaves_nothing(launch, tmp_path):
     assert "exit code 1" in message
     assert key not in message
     assert marked(fleet.identity) == []
-    assert sorted(path.name for path in fleet.folder.path.iterdir()) == ["logs"]
+    assert sorted(path.name for path in fleet.folder.path.iterdir()) == ["launch.lock", "logs"]
 
 
 def test_a_server_that_stays_silent_is_given_up_and_stopped(launch):
@@ -297,6 +303,16 @@ def test_a_server_that_stays_silent_is_given_up_and_stopped(launch):
     with pytest.raises(EngineStartError, match="did not become ready"):
         fleet.wait_ready(0.3)
     assert marked(fleet.identity) == []
+
+
+def test_an_interrupted_launch_is_undone(tmp_path):
+    with start_python(SILENT, tmp_path) as launcher:
+        identity = launcher.stdout.readline().strip()
+        assert len(marked(identity)) == 1
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout.readline() == "interrupted\n"
+        assert launcher.wait(timeout=30) == 0
+    assert marked(identity) == []
 
 
 def test_a_key_that_a_server_prints_is_not_repeated(launch):

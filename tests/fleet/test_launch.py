@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import threading
 
 import pytest
 
 from dfexp.errors import EngineStartError, FleetError
 from dfexp.fleet import attach, list_fleets, up
 from dfexp.layout import FleetFolder
-from tests.fleet.conftest import READY_S, marked, spec_of, start_python
+from tests.fleet.conftest import READY_S, marked, spec_of, start_python, wait_for
 from tests.http_stub import Quiet, serving
 
 UP = """
@@ -94,25 +93,25 @@ def test_a_server_started_but_not_noted_is_found(launch, tmp_path):
 
 def test_records_of_a_dead_fleet_are_replaced(launch, tmp_path):
     dead = launch()
+    key = dead.key
     os.kill(dead.servers[0].pid, signal.SIGKILL)
     record = json.loads(dead.folder.fleet_json.read_text())
     with start_python("import sys; sys.stdin.read()") as innocent:
         record["servers"][0]["pid"] = innocent.pid
         dead.folder.fleet_json.write_text(json.dumps(record))
-        dead._children[dead.servers[0].pid].wait()
+        wait_for(lambda: not dead.is_process_alive(dead.servers[0].name))
         fleet = launch(max_running_requests=2)
         assert fleet.identity != dead.identity
-        assert fleet.key != record
+        assert fleet.key != key
         assert innocent.poll() is None
         innocent.stdin.close()
-    dead._record = fleet._record
 
 
 def test_a_dead_server_is_started_again_by_up_unless_a_run_looks_after_it(launch, tmp_path):
     fleet = launch(servers=2)
     victim = fleet.servers[0]
     os.kill(victim.pid, signal.SIGKILL)
-    fleet._children[victim.pid].wait()
+    wait_for(lambda: not fleet.is_process_alive(victim.name))
     with fleet.lease("run"):
         attached, started = up(spec_of("one", servers=2), tmp_path)
         attached.wait_ready(READY_S)
@@ -129,7 +128,7 @@ def test_nothing_is_left_of_a_launch_that_cannot_be(tmp_path):
     with pytest.raises(EngineStartError, match="not a GGUF"):
         up(spec_of("one", model="bad.gguf"), tmp_path)
     assert list_fleets(tmp_path) == []
-    assert [path.name for path in (tmp_path / "outputs" / "fleets" / "one").iterdir()] == ["logs"]
+    assert sorted(path.name for path in (tmp_path / "outputs/fleets/one").iterdir()) == ["launch.lock", "logs"]
 
 
 def test_a_damaged_record_stops_everything_with_a_message(tmp_path):
@@ -221,10 +220,8 @@ def test_an_external_fleet_may_change_when_nobody_uses_it(tmp_path, monkeypatch)
     monkeypatch.setenv("THEIR_KEY", "sekret")
     first, _ = up(spec_of("ext", **external("http://127.0.0.1:1")), tmp_path)
     other = spec_of("ext", **external("http://127.0.0.1:2"))
-    release = threading.Event()
     with first.lease("run"), pytest.raises(FleetError, match=r"in use by run.*fleet\.urls"):
         up(other, tmp_path)
-    release.set()
     second, started = up(other, tmp_path)
     assert started
     assert second.servers[0].url == "http://127.0.0.1:2"
