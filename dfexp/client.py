@@ -147,7 +147,7 @@ class ServerClient:
                 )
         except TimeoutError:
             raise TimedOut(f"no whole answer in {timeout_s:.0f} s, the most that an answer may take") from None
-        except openai.OpenAIError as error:
+        except (openai.OpenAIError, aiohttp.ClientError) as error:  # bytes that are no HTTP are no openai error in 3.x
             _raise_classified(error)
         except ValueError as error:  # a body that says it is JSON and is not
             raise BadAnswer(f"the answer is not JSON: {error}") from error
@@ -224,7 +224,7 @@ def _count(usage: Any, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _raise_classified(error: openai.OpenAIError) -> NoReturn:
+def _raise_classified(error: Exception) -> NoReturn:
     """Turn an error of the openai package into ours: by its status, or by what the transport saw."""
     if isinstance(error, openai.APIStatusError):
         _raise_for_status(error)
@@ -234,7 +234,9 @@ def _raise_classified(error: openai.OpenAIError) -> NoReturn:
     never_sent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorDNSError)
     if any(isinstance(cause, never_sent) for cause in causes):
         raise Unreachable(f"cannot connect: {_root(causes)}") from error
-    if isinstance(error, openai.APIConnectionError):
+    if isinstance(error, openai.APIConnectionError) and not any(
+        isinstance(c, aiohttp.ClientResponseError) for c in causes
+    ):
         raise ConnectionLost(f"the connection broke: {_root(causes)}") from error
     raise BadAnswer(f"{type(error).__name__}: {_cut(str(error))}") from error
 

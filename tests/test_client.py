@@ -96,6 +96,20 @@ async def test_a_silent_server_is_a_timeout() -> None:
         await ask(lambda body, n: Hang(), timeout_s=0.3)
 
 
+async def test_bytes_that_are_no_http_are_a_bad_answer_or_a_lost_connection() -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, ServerClient(url=url, key=None, model="m", connections=1) as client:
+        with pytest.raises((errors.BadAnswer, errors.ConnectionLost)) as caught:
+            await client.complete(MESSAGES, max_tokens=1, timeout_s=5)
+    assert caught.value.retryable
+
+
 async def test_a_closed_port_is_unreachable() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
