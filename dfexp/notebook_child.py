@@ -5,10 +5,10 @@ Reads its job as one JSON line on stdin, writes its result as one JSON line on s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import papermill
+import psutil
 from nbclient.exceptions import DeadKernelError
 from nbconvert import HTMLExporter
 from papermill.exceptions import PapermillExecutionError
@@ -50,9 +51,15 @@ def main() -> None:
 
 
 def _follow_the_caller() -> None:
-    """When the caller is gone or lets go, end the kernel and this process: nbclient does so on SIGTERM."""
+    """When the caller is gone or lets go, kill the kernel; the notebook is then saved as for any kernel that died.
+
+    The kernel is the only child of this process. What it started in sessions of their own, such as a run, notices
+    by itself that it is gone.
+    """
     sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGTERM)
+    for kernel in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kernel.kill()
     time.sleep(_LEASH_GRACE_S)
     os._exit(1)  # the kernel ends by itself when its parent is gone
 
