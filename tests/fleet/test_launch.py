@@ -225,3 +225,17 @@ def test_an_external_fleet_may_change_when_nobody_uses_it(tmp_path, monkeypatch)
     second, started = up(other, tmp_path)
     assert started
     assert second.servers[0].url == "http://127.0.0.1:2"
+
+
+def test_another_fleets_servers_can_be_used_from_outside(two, tmp_path, monkeypatch):
+    """A real llama.cpp server known by URL and key alone tells the same limits."""
+    monkeypatch.setenv("THEIR_KEY", two.key)
+    fleet, _ = up(spec_of("ext", **external(*[server.url for server in two.servers])), tmp_path)
+    fleet.wait_ready(READY_S)
+    for theirs, ours in zip(fleet.status(), two.status(), strict=True):
+        assert theirs.name == ours.name
+        assert theirs.limits.max_running_requests == ours.limits.max_running_requests == 4
+        assert theirs.limits.context_length == ours.limits.context_length == 2048
+        assert theirs.limits.model == ours.limits.model
+    fleet.down()
+    assert all(status.state == "ready" for status in two.status())
