@@ -246,16 +246,16 @@ class Fleet:
             message += f"\nLast lines of {server.log}:\n  " + "\n  ".join(lines)
         return scrub(message, self.key)
 
-    def down(self, drain_s: float = 10.0) -> list[str]:
+    def down(self, drain_s: float = 10.0, *, force: bool = False) -> list[str]:
         """Stop every server that this fleet started, and prove it; one line per server of what was done.
 
         SIGTERM, up to `drain_s` seconds to finish, then SIGKILL for whole process groups. Only processes of this fleet
-        are touched. Raises LockedError while another process holds the lease, FleetError naming what could not be
-        stopped; fleet.json then stays.
+        are touched. Raises LockedError while another process holds the lease (unless `force`), FleetError naming what
+        could not be stopped; fleet.json then stays.
         """
         with changing(self.folder):
             held = lease.holder(self.folder.lock)
-            if held is not None and held[0] != ProcessId.current():
+            if held is not None and held[0] != ProcessId.current() and not force:
                 raise LockedError(f"fleet {self.name!r} is in use by {held[1]}. Stop that first.")
             return self.stop_locked(drain_s)
 

@@ -223,7 +223,12 @@ def test_down_kills_what_does_not_stop(launch):
     fleet = launch()
     pid = fleet.servers[0].pid
     os.kill(pid, signal.SIGSTOP)
-    assert "killed" in fleet.down(drain_s=0.2)[0]
+    with start_python(HOLD, fleet.folder.path) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(LockedError):
+            fleet.down(drain_s=0)
+        assert "killed" in fleet.down(drain_s=0.2, force=True)[0]
+        holder.kill()
     assert not psutil.pid_exists(pid)
 
 
