@@ -216,10 +216,14 @@ class AppendLog:
             os.ftruncate(self._fd, size)
 
     def _drop_leftovers(self) -> None:
-        found = os.fstat(self._fd).st_size
-        if found < self.size:
-            raise CorruptShardError(f"{self._path} was shortened from {self.size} to {found} bytes while in use.")
-        if found > self.size:
+        found = os.fstat(self._fd)
+        if self._durable and found.st_nlink == 0:
+            raise CorruptShardError(f"{self._path} was removed while in use. Stop the process and restore the file.")
+        if found.st_size < self.size:
+            raise CorruptShardError(
+                f"{self._path} was shortened from {self.size} to {found.st_size} bytes while in use. Restore the file."
+            )
+        if found.st_size > self.size:
             os.ftruncate(self._fd, self.size)
 
     def fileno(self) -> int:

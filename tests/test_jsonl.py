@@ -21,6 +21,7 @@ from dfexp.jsonl import (
     write_json,
 )
 from tests.shards.os_tap import REAL, DieAt, RefuseAt, tapped
+from tests.shards.power import Recorder
 
 any_text = st.text(st.characters(exclude_categories=()))
 any_json = st.recursive(
@@ -63,6 +64,7 @@ def test_repair_reaches_keys_and_nested_texts_and_leaves_sound_values_alone():
     assert repair({"a": ({"\ud800": [1, "\udc00"]},)}) == ({"a": [{"\ufffd": [1, "\ufffd"]}]}, True)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(any_text, any_json, max_size=4))
 def test_a_record_is_one_ascii_line_and_comes_back(record):
     line = encode_line(record)
@@ -186,6 +188,13 @@ def test_a_log_that_somebody_shortens_is_noticed(tmp_path):
             log.append([{"n": 1}])
 
 
+def test_a_log_that_somebody_removes_is_noticed(tmp_path):
+    with AppendLog(tmp_path / "log") as log:
+        (tmp_path / "log").unlink()
+        with pytest.raises(CorruptShardError, match="log was removed while in use"):
+            log.append([{"n": 1}])
+
+
 def test_a_log_in_no_folder_is_named(tmp_path):
     with pytest.raises(StorageError, match=r"cannot open \S+missing/log: No such file"):
         AppendLog(tmp_path / "missing" / "log")
@@ -199,7 +208,7 @@ def test_a_replaced_file_is_old_or_new_wherever_the_writer_dies(tmp_path):
         child = os.fork()
         if child == 0:
             try:
-                with tapped(DieAt(nth, halfway=True)):
+                with tapped(DieAt(nth, halfway=False)):
                     write_atomic(path, b"new bytes")
                 os._exit(0)
             finally:
@@ -209,6 +218,17 @@ def test_a_replaced_file_is_old_or_new_wherever_the_writer_dies(tmp_path):
     assert code == 0
     assert set(seen) == {b"old", b"new bytes"}
     assert seen == sorted(seen, reverse=True)  # once new, never old again
+
+
+def test_a_replaced_file_is_old_or_new_after_a_loss_of_power(tmp_path):
+    path, recorder = tmp_path / "file", Recorder(tmp_path)
+    with tapped(recorder, recorder.names):
+        write_atomic(path, b"old")
+        begun = len(recorder.log)
+        write_atomic(path, b"new bytes")
+    for length in range(begun, len(recorder.log)):
+        assert {contents["file"] for contents in recorder.crash_states(length)} <= {b"old", b"new bytes"}
+    assert {contents["file"] for contents in recorder.crash_states(len(recorder.log))} == {b"new bytes"}
 
 
 def test_a_refused_replacement_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -236,6 +256,7 @@ def test_a_replaced_file_has_the_mode_asked_for(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(any_text, any_json, max_size=3))
 def test_a_json_file_comes_back(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "value.json"

@@ -8,10 +8,10 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from dfexp.errors import CorruptShardError
-from dfexp.jsonl import parse_line
+from dfexp.jsonl import parse_line, read_log
 
 FAILURES = "failures.jsonl"
 MANIFEST = "manifest.json"
@@ -75,6 +75,19 @@ def read_shard(path: Path, file: IO[bytes], *, growing: bool) -> Iterator[tuple[
         yield line, parse_line(path, number, line)
 
 
+def read_failure_log(path: Path) -> Iterator[dict[str, Any]]:
+    """Every failure that was written whole, in order. Raises CorruptShardError for a line that is none."""
+    for number, row in enumerate(read_log(path), 1):
+        if not is_index(row.get("index")) or not isinstance(row.get("kind"), str):
+            raise CorruptShardError(f"{path}:{number} is not a failure of a run. Delete the line.")
+        yield row
+
+
+def is_index(value: object) -> TypeGuard[int]:
+    """Whether a value of JSON can be an index."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """What the rows of one shard file are: their indices in order, their bytes and the SHA-256 of those."""
@@ -95,7 +108,7 @@ def read_contents(path: Path, *, total: int, growing: bool) -> Contents:
         for line, row in read_shard(path, file, growing=growing):
             missing = [key for key in _ROW_KEYS if key not in row]
             index = row.get("index")
-            if missing or not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < total:
+            if missing or not is_index(index) or index >= total:
                 reason = f"it has no {missing[0]!r}" if missing else f"its index {index!r} is not in 0..{total - 1}"
                 raise CorruptShardError(
                     f"{path}:{len(indices) + 1} is not a row of this run: {reason}. If dfexp did not write this file, "

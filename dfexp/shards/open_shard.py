@@ -70,8 +70,6 @@ class OpenShard:
 
     def append(self, lines: Sequence[Line]) -> None:
         """Append rows; on return they survive anything. Raises StorageError; the shard is then as it was."""
-        if os.fstat(self._log.fileno()).st_nlink == 0:
-            raise CorruptShardError(f"{self.path} was removed while in use. Stop the run and restore the file.")
         data = b"".join(line.data for line in lines)
         digest = self._digest.copy()
         digest.update(data)
@@ -95,8 +93,10 @@ class OpenShard:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
-    def check_final_name(self) -> None:
-        """Raises ShardError if a file that is not this shard has the name that it will be published under."""
+    def check_publishable(self) -> None:
+        """Raises ShardError if the shard was removed, or if a foreign file has its final name."""
+        if os.fstat(self._log.fileno()).st_nlink == 0:
+            raise CorruptShardError(f"{self.path} was removed while in use. Stop the run and restore the file.")
         if os.path.lexists(self.final) and not self._is_published():
             raise foreign_file(self.final)
 

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from dfexp.errors import CorruptShardError
-from dfexp.jsonl import read_log
-from dfexp.shards.files import FAILURES, MANIFEST, list_shards, partial_name, read_shard, sealed_name
+from dfexp.shards.files import (
+    FAILURES,
+    MANIFEST,
+    list_shards,
+    partial_name,
+    read_failure_log,
+    read_shard,
+    sealed_name,
+)
 from dfexp.shards.manifest import read_manifest, unpack_indices
 
 
@@ -20,28 +27,36 @@ def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
     """
     manifest = read_manifest(folder)
     listed = set() if manifest is None else {entry.number for entry in manifest.shards}
-    last = max([shard.number for shard in list_shards(folder)] + list(listed), default=-1)
-    # A listing can miss a file that is renamed under it, so every number up to the next one is tried by name.
-    for number in range(last + 2):
-        path, file = _open_shard(folder, number)
-        if file is None:
-            if number in listed:
-                raise CorruptShardError(f"{path} is missing, though {MANIFEST} lists it. Restore it from a copy.")
-            continue
-        with file:
-            for _, row in read_shard(path, file, growing=path.suffix == ".partial"):
-                yield row
+    for number in sorted(_numbers(folder) | listed):
+        shard = _open_shard(folder, number)
+        if shard is not None:
+            yield from _rows(*shard)
+        elif number in listed:
+            raise CorruptShardError(
+                f"{folder / sealed_name(number)} is missing, though {MANIFEST} lists it. Restore it from a copy."
+            )
 
 
-def _open_shard(folder: Path, number: int) -> tuple[Path, IO[bytes] | None]:
-    """The shard under the name it has now. It may be sealed between the first two looks, so the third decides."""
+def _numbers(folder: Path) -> set[int]:
+    """The numbers of all shards. One listing can miss a file that is renamed under it; no shard is renamed twice."""
+    return {shard.number for _ in range(2) for shard in list_shards(folder)}
+
+
+def _open_shard(folder: Path, number: int) -> tuple[Path, IO[bytes]] | None:
+    """A shard under the name that it has now. It may be sealed between the first two looks, so the third decides."""
     final, partial = folder / sealed_name(number), folder / partial_name(number)
     for path in (final, partial, final):
         try:
             return path, path.open("rb")
         except FileNotFoundError:
             continue
-    return final, None
+    return None
+
+
+def _rows(path: Path, file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    with file:
+        for _, row in read_shard(path, file, growing=path.suffix == ".partial"):
+            yield row
 
 
 def read_failures(folder: Path) -> Iterator[dict[str, Any]]:
@@ -50,7 +65,7 @@ def read_failures(folder: Path) -> Iterator[dict[str, Any]]:
     failures.jsonl keeps the earlier ones too. May be called while the run writes.
     """
     standing: dict[int, dict[str, Any]] = {}
-    for row in read_log(folder / FAILURES):
+    for row in read_failure_log(folder / FAILURES):
         standing.pop(row["index"], None)  # so that the order is that of the last failure
         standing[row["index"]] = row
     if standing:
@@ -60,17 +75,12 @@ def read_failures(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _done_indices(folder: Path) -> Iterator[int]:
-    """Indices of all rows, in no order; some may come twice if a shard is sealed meanwhile."""
+    """Indices of all rows, in no order."""
     manifest = read_manifest(folder)
     listed = {} if manifest is None else {entry.number: entry for entry in manifest.shards}
     for entry in listed.values():
         yield from unpack_indices(entry.indices)
-    last = max([shard.number for shard in list_shards(folder)] + list(listed), default=-1)
-    for number in range(last + 2):
-        if number in listed:
-            continue
-        path, file = _open_shard(folder, number)
-        if file is not None:
-            with file:
-                for _, row in read_shard(path, file, growing=path.suffix == ".partial"):
-                    yield row["index"]
+    for number in _numbers(folder) - listed.keys():
+        shard = _open_shard(folder, number)
+        if shard is not None:
+            yield from (row["index"] for row in _rows(*shard))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dfexp.errors import CorruptShardError, StorageError
-from dfexp.jsonl import AppendLog, fsync_dir, read_log
+from dfexp.jsonl import AppendLog, fsync_dir
 from dfexp.shards.files import (
     DONE_INDICES,
     FAILURES,
@@ -24,6 +24,7 @@ from dfexp.shards.files import (
     file_sha256,
     list_shards,
     read_contents,
+    read_failure_log,
     sealed_name,
 )
 from dfexp.shards.manifest import (
@@ -213,11 +214,12 @@ def _mark_done(holders: list[tuple[Path, array[int]]], total: int) -> bytearray:
 
 def _read_failed(path: Path, total: int) -> dict[int, str]:
     failed: dict[int, str] = {}
-    for number, row in enumerate(read_log(path), 1):
-        index, kind = row.get("index"), row.get("kind")
-        if not isinstance(index, int) or not 0 <= index < total or not isinstance(kind, str):
-            raise CorruptShardError(f"{path}:{number} is not a failure of this run. Delete the line.")
-        failed[index] = sys.intern(kind)
+    for row in read_failure_log(path):
+        if row["index"] >= total:
+            raise CorruptShardError(
+                f"{path} has index {row['index']}, but the run has {total} prompts. Delete the line."
+            )
+        failed[row["index"]] = sys.intern(row["kind"])
     return failed
 
 

@@ -202,12 +202,12 @@ class Shards:
     def _check_names(self, rows: int) -> None:
         """Refuse before anything is written if a shard that these rows fill could not get its name."""
         for shard in self._full:
-            shard.check_final_name()
+            shard.check_publishable()
         begun = 0 if self._open is None else len(self._open.indices)
         first = self._next_number if self._open is None else self._open.number
         for number in range(first, first + (begun + rows) // self._rows_per_shard):
             if self._open is not None and number == self._open.number:
-                self._open.check_final_name()
+                self._open.check_publishable()
             else:
                 check_free(self._folder, number)
 

@@ -29,14 +29,15 @@ def tapped(handler: Handler, names: tuple[str, ...] = CHANGING) -> Iterator[None
 
 
 class DieAt:
-    """End the process, as kill -9 would, right after call number `nth`, or halfway through it if it is a write."""
+    """End the process, as kill -9 would, right after call number `nth`, or halfway through write number `nth`."""
 
     def __init__(self, nth: int, *, halfway: bool) -> None:
         self.left, self.halfway = nth, halfway
+        self.names = ("write",) if halfway else CHANGING
 
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.left -= 1
-        if self.left == 0 and self.halfway and name == "write":
+        if self.left == 0 and self.halfway:
             REAL["write"](args[0], bytes(args[1])[: len(args[1]) // 2])
             REAL["_exit"](9)
         try:

@@ -86,7 +86,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(rows_per_shard=st.integers(1, 7), todo=st.lists(steps, max_size=14))
 def test_each_index_is_there_once_whatever_happens(rows_per_shard, todo):
     scratch = Path(tempfile.mkdtemp(dir=RAM, prefix="dfexp-test-"))
@@ -107,7 +107,7 @@ def test_each_index_is_there_once_whatever_happens(rows_per_shard, todo):
         shutil.rmtree(scratch)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(order=st.permutations(range(TOTAL)), sizes=st.lists(st.integers(1, 9), min_size=TOTAL), per=st.integers(1, 9))
 def test_any_order_in_any_commits_comes_back_in_that_order(order, sizes, per):
     with tempfile.TemporaryDirectory(dir=RAM, prefix="dfexp-test-") as scratch:

@@ -10,16 +10,16 @@ import pytest
 from dfexp.errors import CorruptShardError, FingerprintError, ShardError
 from dfexp.jsonl import encode_line
 from dfexp.shards import read_manifest, read_rows
-from tests.shards.os_tap import REAL, tapped
+from tests.shards.os_tap import REAL, RefuseAt, tapped
 from tests.shards.support import check_consistent, failure, finish, open_run, read_indices, row, rows
 
 SEALED = "completions_{:06d}.jsonl"
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(quick):
     """Shards 0 and 1 sealed, rows 10 to 12 in the open shard 2, row 20 failed."""
-    folder = tmp_path / "completions"
+    folder = quick / "completions"
     with open_run(folder) as run:
         run.commit(rows(range(13)), [failure(20)])
     return folder
@@ -354,11 +354,23 @@ def test_an_open_shard_before_later_ones_is_refused(folder):
     finish(folder)
 
 
-def test_an_open_shard_that_is_removed_under_the_run_is_noticed(folder):
+@pytest.mark.parametrize("name", ["completions_000002.jsonl.partial", "failures.jsonl"])
+def test_a_file_that_is_removed_under_the_run_is_noticed(folder, name):
     with open_run(folder) as run:
+        (folder / name).unlink()
+        for _ in range(2):
+            with pytest.raises(CorruptShardError, match=f"{name} was removed while in use"):
+                run.commit(rows([13]), [failure(14)])
+
+
+def test_a_full_shard_that_is_removed_before_it_is_sealed_is_noticed(folder):
+    with open_run(folder) as run:
+        with tapped(RefuseAt(1), ("link",)):
+            run.commit(rows([13, 14]))
+        assert "Input/output error" in str(run.seal_error)
         partial(folder, 2).unlink()
-        with pytest.raises(CorruptShardError, match="was removed while in use"):
-            run.commit(rows([13]))
+        with pytest.raises(CorruptShardError, match=r"000002\.jsonl\.partial was removed while in use"):
+            run.commit(rows([15]))
 
 
 @pytest.mark.parametrize(

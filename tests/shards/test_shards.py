@@ -13,8 +13,8 @@ from tests.shards.support import AnyKind, check_consistent, failure, finish, ope
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "run" / "completions"
+def folder(quick):
+    return quick / "run" / "completions"
 
 
 def names(folder):
