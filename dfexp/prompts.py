@@ -52,14 +52,11 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """What `freeze` did.
+    """What `freeze` did: `asked` prompts are in prompts.jsonl, whose SHA-256 is `sha256` (hexadecimal).
 
-    Attributes:
-        asked: prompts in prompts.jsonl.
-        sha256: of prompts.jsonl, hexadecimal.
-        dropped: the first 1,000 dropped records; `dropped_by_reason` counts all of them.
-        duplicate_ids: prompts whose id an earlier prompt has already. They are kept: the index is the identity.
-        repaired: prompts in which a lone surrogate, which no UTF-8 can carry, became U+FFFD.
+    `dropped` holds the first 1,000 dropped records, `dropped_by_reason` counts all of them. `duplicate_ids` counts
+    prompts whose id an earlier one has already; they are kept, since the index is the identity. `repaired` counts
+    prompts in which a lone surrogate, which UTF-8 cannot carry, became U+FFFD.
     """
 
     asked: int
