@@ -74,7 +74,7 @@ class Engine(Protocol):
         ...
 
     def diagnose_start(self, log_text: str, exit_code: int | None) -> tuple[str, str]:
-        """Cause and fix of a failed start, each one sentence, from its log and exit code (None: still running)."""
+        """Cause and fix of a failed start, each one sentence, from its log and exit code (None: unknown)."""
         ...
 
     def is_port_taken(self, log_text: str) -> bool:

@@ -100,7 +100,7 @@ class LlamacppEngine:
         if exit_code is not None and exit_code in (-9, 137):
             return "It was killed, most likely because the machine ran out of memory.", _DIAGNOSES[4][2]
         if exit_code is None:
-            return "It gives no answer and no reason.", "Raise fleet.start_timeout_s, or lower fleet.threads."
+            return "Its log names no reason.", "If it only is slow, raise fleet.start_timeout_s or lower fleet.threads."
         return f"It ended with exit code {exit_code} for a reason that its log does not name.", "Read its log."
 
     def is_port_taken(self, log_text: str) -> bool:

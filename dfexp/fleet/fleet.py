@@ -156,7 +156,13 @@ class Fleet:
                 self._save(replace(self._reread(), ready_at=time.time()))
 
     def status(self, timeout_s: float = 10.0) -> list[ServerStatus]:
-        """What each server is doing, asked at the same time. Never raises for what a server does."""
+        """What each server is doing, asked at the same time. Never raises for what a server does.
+
+        Looks at fleet.json first: a server may have been restarted by another process. Raises FleetError if the fleet
+        was stopped.
+        """
+        self._record = self._reread()
+        self._reap()
         key, servers = self.key, self.servers
         with ThreadPoolExecutor(len(servers), thread_name_prefix="dfexp-status") as pool:
             return list(pool.map(lambda server: self._status(server, key, timeout_s), servers))
@@ -220,7 +226,9 @@ class Fleet:
                 return
             taken = {one.name for one in record.servers}
             plans = [(plan, planned(plan, self.folder)) for plan in self.engine.plans(self.folder, self.key)]
-            plan, moved = next((plan, one) for plan, one in plans if one.name not in taken)
+            plan, moved = next(((plan, one) for plan, one in plans if one.name not in taken), (None, None))
+            if plan is None or moved is None:
+                raise EngineStartError(self.start_failure(server.name))
             write_files(self.folder, plan)
             self.start_locked(record, position, moved)
             for name in server.files:

@@ -26,11 +26,9 @@ def wait_ready(fleet: Fleet, timeout_s: float, *, strict: bool) -> None:
     """
     end, given_up = time.monotonic() + timeout_s, threading.Event()
     pool = ThreadPoolExecutor(len(fleet.servers), thread_name_prefix="dfexp-ready")
-    waits = [
-        pool.submit(_wait_one, fleet, position, end, given_up, strict=strict) for position in range(len(fleet.servers))
-    ]
     try:
-        _judge(waits, strict=strict)
+        positions = range(len(fleet.servers))
+        _judge([pool.submit(_wait_one, fleet, one, end, given_up, strict=strict) for one in positions], strict=strict)
     finally:
         given_up.set()
         # Not waited for: a probe may still hang on a server that the caller is about to stop.

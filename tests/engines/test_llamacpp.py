@@ -101,7 +101,7 @@ def test_a_missing_bundled_model_says_what_to_install(tmp_path, monkeypatch):
         ("error loading model: unknown model architecture: 'zzz'", 1, "architecture"),
         ("ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 1", 1, "memory"),
         ("loading", -9, "killed"),
-        ("loading", None, "no answer"),
+        ("loading", None, "names no reason"),
         ("", 7, "exit code 7"),
     ],
 )

@@ -35,8 +35,8 @@ from dfexp.fleet import up
 from tests.fleet.conftest import spec_of
 fleet, _ = up(spec_of("one"), Path(sys.argv[1]))
 os.kill(fleet.servers[0].pid, signal.SIGSTOP)
-print(fleet.identity, flush=True)
 try:
+    print(fleet.identity, flush=True)
     fleet.wait_ready(600)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
@@ -161,6 +161,13 @@ def test_two_threads_restart_two_servers(two):
     assert attach(two.folder).servers == two.servers
     assert sorted(marked(two.identity)) == sorted(after.values())
     wait_for(lambda: all(status.state == "ready" for status in two.status()))
+
+
+def test_a_restart_by_another_process_is_seen(two):
+    server = two.servers[0]
+    attach(two.folder).restart(server.name)
+    wait_for(lambda: two.status()[0].state == "ready")
+    assert two.servers[0].pid not in (server.pid, None)
 
 
 def test_a_frozen_server_is_unreachable_and_restart_replaces_it(two):
@@ -314,6 +321,7 @@ def test_an_interrupted_launch_is_undone(tmp_path):
     with start_python(SILENT, tmp_path) as launcher:
         identity = launcher.stdout.readline().strip()
         assert len(marked(identity)) == 1
+        wait_for(lambda: psutil.Process(launcher.pid).num_threads() > 1)  # it waits for the server
         launcher.send_signal(signal.SIGINT)
         assert launcher.stdout.readline() == "interrupted\n"
         assert launcher.wait(timeout=30) == 0
