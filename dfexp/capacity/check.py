@@ -1,7 +1,7 @@
 """Startup reports against the sizing arithmetic: predicted beside logged, with the promise that each must keep.
 
-Rows are JSON lines as described in docs/capacity.md. Nothing in a row is trusted: what cannot be read or is not modelled
-is reported as such, never guessed and never a crash.
+Rows are JSON lines as described in docs/capacity.md. Nothing in a row is trusted: what cannot be read or is not
+modelled is reported as such, never guessed and never a crash.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEEDS_SLOTS = {"ssm", "conv"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One number. `error`: predicted - logged, as a share of logged for tokens; `allowed`: its promise; `basis`: from what."""
+    """One number. `error`: predicted - logged, for tokens as a share; `allowed`: its promise; `basis`: from what."""
 
     name: str
     predicted: float
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """0: every number read keeps its promise; 1: one does not; 2: a line could not be read, or nothing was compared."""
+        """0: every number keeps its promise; 1: one does not; 2: a line is unreadable, or nothing was compared."""
         if not all(row.ok for row in self.rows):
             return 1
         if any(row.kind == "unreadable" for row in self.rows) or not any(row.compared for row in self.rows):
@@ -102,19 +102,26 @@ def check_row(value: Mapping[str, Any], number: int = 0) -> Checked:
     try:
         counts, basis, missing = _counts(row)
     except CapacityError as error:
-        counts, basis, missing, problem = {}, "", {}, str(error)
+        problem: str | None = str(error)
+        counts, basis, missing = dict.fromkeys(_COUNTS, 0), "no plan", {}
     else:
         problem = row.no_shape
     compared, skipped = _compare(row, counts, basis)
     reasons = {name: missing.get(name, why) for name, why in skipped.items()}
     return Checked(
-        id=row.id, kind=row.kind, rules=row.rules.version, compared=tuple(compared), not_checked=reasons, problem=problem
+        id=row.id,
+        kind=row.kind,
+        rules=row.rules.version,
+        compared=tuple(compared),
+        not_checked=reasons,
+        problem=problem,
     )
 
 
 def _counts(row: Row) -> tuple[dict[str, int], str, dict[str, str]]:
     """Predicted slots, tokens and cap, from what they were predicted, and what could not be and why."""
     rest = _rest(row)
+    counts: dict[str, int]
     if rest is not None and row.shape is not None:
         plan = split(row.shape, row.flags, row.rules, rest, row.resolved)
         counts = {"max_total_num_tokens": plan.max_total_num_tokens, "max_running_requests": plan.max_running_requests}
@@ -122,7 +129,7 @@ def _counts(row: Row) -> tuple[dict[str, int], str, dict[str, str]]:
             counts["max_mamba_cache_size"] = plan.max_mamba_cache_size
         return counts, "free memory" if row.rest_gib is None else "rest", {}
     missing = {"max_total_num_tokens": row.no_shape or "no free memory is given, so tokens cannot be predicted"}
-    counts: dict[str, int] = {}
+    counts = {}
     if row.flags.max_total_tokens is not None:
         counts["max_total_num_tokens"] = row.flags.max_total_tokens // row.resolved.page_size * row.resolved.page_size
     given = _given_slots(row)
@@ -153,7 +160,7 @@ def _rest(row: Row) -> GiB | None:
         return row.rest_gib
     if row.pre_gib is None or row.post_gib is None or row.flags.mem_fraction_static is None:
         return None
-    rest = Free(pre=row.pre_gib, post=row.post_gib).rest(row.flags.mem_fraction_static)
+    rest = Free(pre=row.pre_gib, post=row.post_gib).rest(row.flags.mem_fraction_static, state=row.has_state)
     return GiB(rest - (MULTIMODAL_RESERVE_GIB if row.multimodal and row.rules.reserves_multimodal else 0.0))
 
 
@@ -197,7 +204,13 @@ def _count(name: str, counts: Mapping[str, int], expected: Mapping[str, float], 
         slots = abs(counts.get("max_mamba_cache_size", 0) - expected.get("max_mamba_cache_size", float("inf")))
         error, allowed = difference, 1.0 if name == "max_mamba_cache_size" or slots == 1 else 0.0
     return Compared(
-        name=name, predicted=predicted, logged=logged, error=error, allowed=allowed, ok=abs(error) <= allowed, basis=basis
+        name=name,
+        predicted=predicted,
+        logged=logged,
+        error=error,
+        allowed=allowed,
+        ok=abs(error) <= allowed,
+        basis=basis,
     )
 
 
@@ -274,8 +287,11 @@ def _line(row_id: str, item: Compared) -> str:
     if item.name in _COUNTS:
         numbers = f"{item.predicted:>12.0f} {item.logged:>12.0f}"
         share = item.name == "max_total_num_tokens"
-        error, allowed = (f"{item.error:+.2%}", f"{item.allowed:.1%}") if share else (f"{item.error:+.0f}", f"{item.allowed:.0f}")
+        error, allowed = (
+            (f"{item.error:+.2%}", f"{item.allowed:.1%}") if share else (f"{item.error:+.0f}", f"{item.allowed:.0f}")
+        )
     else:
         numbers = f"{item.predicted:>12.3f} {item.logged:>12.2f}"
         error, allowed = f"{item.error:+.3f}", f"{item.allowed:.3f}"
-    return f"{row_id:<34} {item.name:<22} {numbers} {error:>10} {allowed:>9}  {'ok' if item.ok else 'OUTSIDE'}  ({item.basis})"
+    verdict = "ok" if item.ok else "OUTSIDE"
+    return f"{row_id:<34} {item.name:<22} {numbers} {error:>10} {allowed:>9}  {verdict}  ({item.basis})"

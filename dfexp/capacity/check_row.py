@@ -48,7 +48,9 @@ def read_row(value: Mapping[str, Any], number: int) -> Row:
         rules_used = rules(version_of(get.text("date"), get.flag("charges_padding_slot")))
     flags = _flags(get)
     shape, no_shape = _shape(value, shape_part, flags)
-    has_state = shape.state is not None if shape is not None else shape_part.get("state_kind") not in (None, "none", "dense")
+    has_state = (
+        shape.state is not None if shape is not None else shape_part.get("state_kind") not in (None, "none", "dense")
+    )
     return Row(
         id=str(value.get("id") or f"line {number}"),
         kind=str(value.get("kind") or "unknown"),
@@ -98,7 +100,12 @@ class _Getter:
         name, value = self._raw(names)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value != value
+            or abs(value) == float("inf")
+        ):
             raise RowError(f"{name} = {value!r} must be a number")
         return float(value)
 
@@ -208,12 +215,13 @@ def _needed(get: _Getter, *names: str) -> int:
 def _state(kind: str, get: _Getter) -> StateLayers | None:
     if kind in ("none", "dense"):
         return None
-    if kind == "gdn":
-        heads, width, size, groups = ("v_heads",), ("v_dim",), ("k_dim",), ("k_heads",)
-    elif kind == "mamba2":
-        heads, width, size, groups = ("heads",), ("head_dim_state", "head_dim_ssm"), ("state_size",), ("n_groups", "groups")
-    else:
+    names: dict[str, tuple[tuple[str, ...], ...]] = {
+        "gdn": (("v_heads",), ("v_dim",), ("k_dim",), ("k_heads",)),
+        "mamba2": (("heads",), ("head_dim_state", "head_dim_ssm"), ("state_size",), ("n_groups", "groups")),
+    }
+    if kind not in names:
         raise KeyError(f"state_kind {kind!r} is not modelled (gdn and mamba2 are)")
+    heads, width, size, groups = names[kind]
     return StateLayers(
         kind="gdn" if kind == "gdn" else "mamba2",
         layers=_needed(get, "state_layers"),

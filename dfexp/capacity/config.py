@@ -23,7 +23,7 @@ _SLIDING = {
 }  # fmt: skip
 _REFUSED = {
     "kimi_linear": "Kimi-Linear's KDA layers", "kimi_k3": "Kimi's KDA layers", "bailing_moe_v3": "Ling's KDA layers",
-    "bailing_moe_v2_5": "Ling's lightning-attention layers", "minicpm_sala": "MiniCPM-SALA's lightning-attention layers",
+    "bailing_moe_v2_5": "Ling's lightning layers", "minicpm_sala": "MiniCPM-SALA's lightning layers",
     "glm5_next": "GLM-5's KDA layers", "deepseek_v32": "DeepSeek's sparse-attention index",
     "deepseek_v4": "DeepSeek-V4's compressed pools", "minimax_m1": "MiniMax's lightning-attention layers",
     "qwen4_exp": "the per-layer embedding and sparse index of Qwen's newest hybrids",
@@ -90,7 +90,9 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         attention=attention,
         state=state,
         experts=experts,
-        body_parameters=_attention_parameters(fields, attention, hidden) + _state_parameters(state, hidden) + expert_body,
+        body_parameters=_attention_parameters(fields, attention, hidden)
+        + _state_parameters(state, hidden)
+        + expert_body,
         head_parameters=vocabulary * hidden,
         embedding_parameters=0 if tied else vocabulary * hidden,
         other_parameters=_vision_parameters(vision) if isinstance(vision, Mapping) else 0,
@@ -147,7 +149,13 @@ def _listed_layers(fields: _Fields, name: str) -> list[str]:
     if isinstance(types, Sequence) and not isinstance(types, str):
         if len(types) != total:
             raise CapacityError(f"{name}: layer_types has {len(types)} entries, num_hidden_layers says {total}.")
-        known = {"full_attention": "full", "attention": "full", "linear_attention": "state", "mamba": "state", "conv": "state"}
+        known = {
+            "full_attention": "full",
+            "attention": "full",
+            "linear_attention": "state",
+            "mamba": "state",
+            "conv": "state",
+        }
         wrong = sorted({str(kind) for kind in types if kind not in known})
         if wrong:
             raise UnsupportedModel(f"{name}: layer type {wrong[0]!r} is not modelled; known: {', '.join(known)}.")
@@ -245,7 +253,7 @@ def _state_parameters(state: StateLayers | None, hidden: int) -> int:
 
 
 def _feedforward(kind: str, fields: _Fields, kinds: Sequence[str]) -> tuple[Experts | None, int, int]:
-    """The routed experts, the parameters of dense and shared feed-forward parts, elements written per token and layer."""
+    """The routed experts, the parameters of dense and shared parts, elements written per token and layer."""
     hidden = fields.count("hidden_size")
     nemotron = kind == "nemotron_h"
     matrices = 2 if nemotron else 3
@@ -259,7 +267,9 @@ def _feedforward(kind: str, fields: _Fields, kinds: Sequence[str]) -> tuple[Expe
     layers = pattern.count("E") if nemotron else len(kinds) - dense
     width = fields.count("moe_intermediate_size", "intermediate_size")
     active = fields.count("num_experts_per_tok", "num_experts_per_token", "moe_k")
-    shared = fields.get("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+    shared = fields.get(
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
+    )
     shared_width = shared if isinstance(shared, int) else width * fields.count("n_shared_experts", default=0, least=0)
     dense_width = fields.count("intermediate_size", default=width, least=0)
     body = layers * (matrices * hidden * shared_width + hidden * int(count)) + dense * matrices * hidden * dense_width

@@ -1,9 +1,9 @@
 """Seconds of one decode step and of one prefill batch, from bytes and FLOPs: the arithmetic of the roofline.
 
-Decoding is one memory-bound sweep, so its step takes the longer of bytes and FLOPs, and the least time of its many small
-kernels. A prefill batch is a chain of kernels of different kinds, so its parts add up: matrix products (the longer of
-both), routed experts (both: few rows per expert leave neither hidden), attention in 16 bits, activations written and
-read, and the recurrence, whose time was measured by others.
+Decoding is one memory-bound sweep, so its step takes the longer of bytes and FLOPs, and the least time of its many
+small kernels. A prefill batch is a chain of kernels of different kinds, so its parts add up: matrix products (the
+longer of both), routed experts (both: few rows per expert leave neither hidden), attention in 16 bits, activations
+written and read, and the recurrence, whose time was measured by others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCAN_CHUNK = 64
 """Tokens that a linear-attention kernel handles between two states."""
 SCAN_CHUNK_S = 1.4e-6
 SCAN_HEAD_S = 0.077e-6
-"""Time of one such chunk, all kernels of the recurrence together: a chain that no parallelism shortens, and a part per head.
+"""Time of one such chunk, all kernels of the recurrence: a chain that no parallelism shortens, and a part per head.
 Public measurements of the Triton kernels on an H100 (flashinfer pull request 3866: 8,192 tokens with 8, 32 and 48 heads
 of 128 take 0.26, 0.46 and 0.65 ms)."""
 KERNEL_S = 2e-6
@@ -27,8 +27,7 @@ KERNEL_S = 2e-6
 EXPERT_TILE = 128
 """Rows of a grouped-GEMM tile; an expert's last tile is half empty on average."""
 EXPERT_SHARE = 0.5
-"""What grouped products reach of the efficiency of dense ones. A round prior: tuned Triton kernels for experts are about
-half as fast per FLOP as dense products in public benchmarks."""
+"""What grouped products reach of the efficiency of dense ones: a round prior from public kernel benchmarks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,7 @@ def prefill_parts(
 ) -> tuple[float, float]:
     """The same in two parts: seconds that do not depend on the compute efficiency, and seconds at full compute peak.
 
-    Matrix products are counted where they belong at these efficiencies: with the bytes when reading weights takes longer.
+    Matrix products count where they belong at these efficiencies: with the bytes when reading weights takes longer.
     """
     shape, gpu, tp = server.shape, server.gpu, server.flags.tp_size
     rate = gpu.bandwidth_bytes_per_s * bandwidth

@@ -18,8 +18,8 @@ MEASURED = {
     "rtx-pro-6000": Efficiency(
         bandwidth=0.718,
         compute=0.4,
-        provenance="a bulk-generation run of Qwen3.6-27B BF16 at 32 requests and 670 tok/s a GPU, which predicts its other "
-        "setting (64 requests, 1,180 tok/s) within 3 %; compute not measured, it hardly matters for short prompts",
+        provenance="a bulk-generation run of Qwen3.6-27B BF16 at 32 requests and 670 tok/s a GPU, which predicts its "
+        "other setting (64 requests, 1,180 tok/s) within 3 %; compute was not measured, short prompts hardly need it",
         uncertainty=0.05,
     ),
     "h200": Efficiency(

@@ -116,7 +116,8 @@ def _check_ranges(flags: Flags) -> None:
     """Raise CapacityError for a value that no server could run with."""
     if flags.mamba_radix_cache_strategy not in get_args(Strategy):
         raise CapacityError(
-            f"mamba_radix_cache_strategy = {flags.mamba_radix_cache_strategy!r} must be one of {', '.join(get_args(Strategy))}."
+            f"mamba_radix_cache_strategy = {flags.mamba_radix_cache_strategy!r} must be one of "
+            f"{', '.join(get_args(Strategy))}."
         )
     fraction = flags.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
@@ -126,14 +127,16 @@ def _check_ranges(flags: Flags) -> None:
             f"mamba_full_memory_ratio = {flags.mamba_full_memory_ratio} must be above 0; SGLang's default is 0.9."
         )
     for name in (
-        "max_mamba_cache_size", "max_running_requests", "max_total_tokens", "page_size", "tp_size", "dp_size", "pp_size",
-        "context_length", "max_prefill_tokens", "cuda_graph_max_bs", "speculative_num_draft_tokens",
+        "max_mamba_cache_size", "max_running_requests", "max_total_tokens", "page_size", "tp_size", "dp_size",
+        "pp_size", "context_length", "max_prefill_tokens", "cuda_graph_max_bs", "speculative_num_draft_tokens",
     ):  # fmt: skip
         value = getattr(flags, name)
         if value is not None and value < 1:
             raise CapacityError(f"{name} = {value} must be at least 1.")
     if flags.chunked_prefill_size is not None and flags.chunked_prefill_size != -1 and flags.chunked_prefill_size < 1:
-        raise CapacityError(f"chunked_prefill_size = {flags.chunked_prefill_size} must be positive, or -1 for no chunks.")
+        raise CapacityError(
+            f"chunked_prefill_size = {flags.chunked_prefill_size} must be positive, or -1 for no chunks."
+        )
     if flags.mamba_ssm_dtype is not None:
         dtype_bytes(flags.mamba_ssm_dtype)
     if flags.kv_cache_dtype != "auto":
@@ -165,9 +168,11 @@ def slots_per_request(strategy: str, *, radix_cache: bool, overlap: bool) -> int
 
 
 def resolve(flags: Flags, shape: ModelShape, rules: Rules) -> Resolved:
-    """Apply a version's own changes. Raises FlagsRefused for what it refuses, CapacityError for pipeline parallelism."""
+    """Apply a version's own changes. Raises FlagsRefused for what it refuses, CapacityError for pp."""
     if flags.pp_size > 1:
-        raise CapacityError(f"pp_size = {flags.pp_size}: pipeline parallelism is not modelled; use tp_size, or pp_size = 1.")
+        raise CapacityError(
+            f"pp_size = {flags.pp_size}: pipeline parallelism is not modelled; use tp_size, or pp_size = 1."
+        )
     running = flags.max_running_requests
     notes: list[str] = []
     if flags.speculative_num_draft_tokens and running is None:
@@ -176,8 +181,8 @@ def resolve(flags: Flags, shape: ModelShape, rules: Rules) -> Resolved:
     if shape.state is None:
         if flags.mamba_radix_cache_strategy.startswith("extra"):
             raise FlagsRefused(
-                f"mamba_radix_cache_strategy = {flags.mamba_radix_cache_strategy!r}: {shape.name} has no recurrent state. "
-                "Leave the flag out."
+                f"mamba_radix_cache_strategy = {flags.mamba_radix_cache_strategy!r}: {shape.name} has no recurrent "
+                "state. Leave the flag out."
             )
         return Resolved(
             radix_cache=not flags.disable_radix_cache,
@@ -238,12 +243,16 @@ def _refuse_strategy(
     if not radix:
         return
     if buffered and shape.architecture in rules.no_extra_buffer:
-        raise FlagsRefused(f"{name}: sglang {rules.version} does not support it for {shape.architecture}. Use no_buffer.")
+        raise FlagsRefused(
+            f"{name}: sglang {rules.version} does not support it for {shape.architecture}. Use no_buffer."
+        )
     if strategy == "extra_buffer_lazy" and not overlap:
         raise FlagsRefused(f"{name} with disable_overlap_schedule: sglang refuses it. Leave overlap scheduling on.")
     if strategy == "no_buffer":
         if flags.speculative_num_draft_tokens:
-            raise FlagsRefused(f"{name} with speculative decoding and the radix cache: sglang refuses it. Use extra_buffer.")
+            raise FlagsRefused(
+                f"{name} with speculative decoding and the radix cache: sglang refuses it. Use extra_buffer."
+            )
         explicit = flags.mamba_radix_cache_strategy == "no_buffer"
         if rules.strict_no_buffer and explicit and overlap:
             raise FlagsRefused(

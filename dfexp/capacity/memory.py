@@ -15,8 +15,9 @@ from dfexp.capacity.shape import LatentAttention, ModelShape, dtype_bytes
 from dfexp.capacity.units import Bytes, GiB, to_gib
 from dfexp.capacity.versions import Rules
 
-UNLOGGED_GIB = GiB(0.04)
-"""Free memory at sizing is below the last log line before it: 0.02 to 0.06 GiB on the boots that were looked at."""
+UNLOGGED_GIB = GiB(0.03)
+"""Free memory at sizing is below the last log line before it: 0.02 to 0.06 GiB on boots of models with recurrent state
+that were looked at, nothing on those of dense models."""
 MULTIMODAL_RESERVE_GIB = GiB(100 / 1024)
 CONV_BYTES = 2
 """Convolution states are bfloat16 unless an environment variable says otherwise."""
@@ -27,40 +28,45 @@ CapFrom = Literal["requested", "state pool", "KV pool", "SGLang's own limit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
-    """Free memory of one GPU.
+    """Free memory of one GPU: `pre`, before the weights are loaded, and `post`, after.
 
-    Attributes: pre, before the weights are loaded; post, after; unlogged, what `post` overstates when it was read from a
-    log line or estimated (0 when it was measured at sizing).
+    `measured`: `post` was read at sizing; otherwise it is from a log line or an estimate, and overstates a little.
     """
 
     pre: GiB
     post: GiB
-    unlogged: GiB = UNLOGGED_GIB
+    measured: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.pre < 100_000:
-            raise CapacityError(f"free memory before loading = {self.pre} GiB must be positive; it is GiB, not MiB or bytes.")
+            raise CapacityError(
+                f"free memory before loading = {self.pre} GiB must be positive; it is GiB, not MiB or bytes."
+            )
         if self.post > self.pre:
             raise CapacityError(
                 f"free memory after loading ({self.post} GiB) exceeds that before ({self.pre} GiB); are they swapped?"
             )
         if self.post <= 0:
             raise DoesNotFit(
-                f"the weights need {self.pre - self.post:.1f} GiB and the GPU has {self.pre:.1f} GiB free: they do not fit. "
+                f"the weights need {self.pre - self.post:.1f} GiB and the GPU has {self.pre:.1f} GiB free: no fit. "
                 "Use more GPUs per server (tp_size), a quantised checkpoint, or a GPU with more memory."
             )
 
-    def rest(self, mem_fraction_static: float) -> GiB:
-        """What SGLang leaves for both pools."""
-        return GiB(self.post - self.unlogged - self.pre * (1 - mem_fraction_static))
+    def left(self, *, state: bool) -> GiB:
+        """What is free at sizing, for a model with or without recurrent state."""
+        return GiB(self.post - (UNLOGGED_GIB if state and not self.measured else 0.0))
+
+    def rest(self, mem_fraction_static: float, *, state: bool) -> GiB:
+        """What SGLang leaves for the pools."""
+        return GiB(self.left(state=state) - self.pre * (1 - mem_fraction_static))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """What one rank holds. Counts are SGLang's, bytes are what it allocates (padding included).
 
-    `slots_per_request`, `max_mamba_cache_size` are 0 for a model without recurrent state. `reserved_bytes`: kept free by
-    `mem_fraction_static` and the multimodal reserve, None when free memory was not given.
+    `slots_per_request`, `max_mamba_cache_size` are 0 for a model without recurrent state. `reserved_bytes`: kept free
+    by `mem_fraction_static` and the multimodal reserve, None when free memory was not given.
     """
 
     rest_bytes: Bytes
@@ -102,17 +108,20 @@ def plan_memory(shape: ModelShape, flags: Flags, rules: Rules, free: Free) -> Me
     Raises CapacityError, FlagsRefused, DoesNotFit (with the smallest `mem_fraction_static` that would do).
     """
     if flags.mem_fraction_static is None:
-        raise CapacityError("mem_fraction_static is not given, and SGLang's default depends on the machine; give it explicitly.")
+        raise CapacityError(
+            "mem_fraction_static is not given, and SGLang's default depends on the machine; give it explicitly."
+        )
     resolved = resolve(flags, shape, rules)
-    rest = free.rest(flags.mem_fraction_static)
+    rest = free.rest(flags.mem_fraction_static, state=shape.state is not None)
     reserve = GiB(MULTIMODAL_RESERVE_GIB if shape.multimodal and rules.reserves_multimodal else 0.0)
     try:
         plan = split(shape, flags, rules, GiB(rest - reserve), resolved)
     except DoesNotFit as error:
-        least = 1 - (free.post - free.unlogged - reserve) / free.pre
+        least = 1 - (free.left(state=shape.state is not None) - reserve) / free.pre
         raise DoesNotFit(
-            f"{error} mem_fraction_static = {flags.mem_fraction_static} leaves {rest:.2f} GiB of {free.pre:.2f} GiB for the "
-            f"pools after {free.pre - free.post:.2f} GiB of weights; it must be well above {ceil(least * 1000) / 1000:.3f}."
+            f"{error} mem_fraction_static = {flags.mem_fraction_static} leaves {rest:.2f} of {free.pre:.2f} GiB for "
+            f"the pools after {free.pre - free.post:.2f} GiB of weights; it must be well above "
+            f"{ceil(least * 1000) / 1000:.3f}."
         ) from None
     return _with_room(plan, free, flags.mem_fraction_static, reserve)
 
@@ -143,7 +152,7 @@ def split(shape: ModelShape, flags: Flags, rules: Rules, rest: GiB, resolved: Re
     )
     if cap <= 0:
         raise DoesNotFit(
-            f"the state pool holds {slots} slots and a request needs {resolved.slots_per_request}, so no request can run. "
+            f"the state pool holds {slots} slots and a request needs {resolved.slots_per_request}, so none can run. "
             "Raise mem_fraction_static or mamba_full_memory_ratio, or turn the radix cache off."
         )
     pools = pool_bytes(shape, flags, rules, slots=slots, tokens=tokens, page=page, requests=cap)
@@ -177,7 +186,7 @@ def _slot_bytes(shape: ModelShape, flags: Flags) -> Bytes:
 
 
 def kv_cell_bytes(shape: ModelShape, flags: Flags, rules: Rules) -> int:
-    """Bytes that the token budget is divided by: one token's KV, and its share of a draft model's where it is charged."""
+    """Bytes that the token budget is divided by: one token's KV, and a draft model's share where it is charged."""
     cell = int(shape.attention.token_bytes(flags.attention_tp, flags.kv_element(shape)))
     draft = flags.speculative_draft_layers
     algorithm = (flags.speculative_algorithm or "").upper()
@@ -187,9 +196,7 @@ def kv_cell_bytes(shape: ModelShape, flags: Flags, rules: Rules) -> int:
     return cell
 
 
-def _state_slots(
-    shape: ModelShape, flags: Flags, rules: Rules, rest: GiB, resolved: Resolved
-) -> tuple[int, float]:
+def _state_slots(shape: ModelShape, flags: Flags, rules: Rules, rest: GiB, resolved: Resolved) -> tuple[int, float]:
     """State slots, and GiB left for the KV pool."""
     if shape.state is None:
         return 0, rest

@@ -1,4 +1,4 @@
-"""Which flags finish the run soonest: every combination that leaves the outputs alone, ranked, and each winner explained.
+"""Which flags finish the run soonest: every combination that leaves the outputs alone, ranked, each winner explained.
 
 What changes outputs (weights, state or KV in another dtype) is listed apart and never ranked with the rest.
 """
@@ -9,19 +9,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from dfexp.capacity import why
 from dfexp.capacity.cost import Efficiency, Server
 from dfexp.capacity.errors import CapacityError, DoesNotFit, FlagsRefused
 from dfexp.capacity.flags import Flags, Strategy, resolve, to_argv
 from dfexp.capacity.memory import Free, MemoryPlan, plan_memory
-from dfexp.capacity.shape import ModelShape, dtype_bytes
-from dfexp.capacity.throughput import Prediction, chunk_tokens, largest_graph, predict
+from dfexp.capacity.shape import dtype_bytes
+from dfexp.capacity.throughput import Prediction, chunk_tokens, predict
 from dfexp.capacity.units import GiB, to_gib
 from dfexp.capacity.versions import Rules
 from dfexp.capacity.workload import Workload
 
 MOST_REQUESTS = 1024
-LEAST_SIGMAS = 3.0
-"""Room in the KV pool that a winner must leave, in standard deviations of what running requests hold together."""
 PATIENCE = 4
 CLOSE = 0.005
 """Caps within half a percent of the fastest count as equal; the smallest of them leaves the most room."""
@@ -38,6 +37,7 @@ class Setting:
         concurrency: requests that the client keeps at each server today; None = as many as it runs.
         available_gib: measured `available_gpu_mem` of this GPU, model and chunk size; None = not measured.
         prompts: completions to make; servers: independent servers, each on `flags.tp_size` GPUs.
+
     """
 
     server: Server
@@ -71,7 +71,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RadixVerdict:
-    """Whether the radix cache may go: the measured share of shared prefixes against the one at which it starts to pay."""
+    """Whether the radix cache may go: the measured share of shared prefixes against the one at which it pays."""
 
     share: float | None
     threshold: float
@@ -81,7 +81,7 @@ class RadixVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The answer. `ranked[0]` is the best; `changing` alters outputs; `tried` counts combinations, `dropped` by reason."""
+    """The answer. `ranked[0]` is the best; `changing` alters outputs; `tried`, `dropped`: combinations, and why not."""
 
     current: Candidate
     ranked: tuple[Candidate, ...]
@@ -109,8 +109,10 @@ def make_plan(setting: Setting, *, keep: int = 6) -> Plan:
     changing = _changing(setting, without_radix=radix.considered)
     return Plan(
         current=current,
-        ranked=tuple(replace(item, why=why(item, current)) for item in ranked[:keep]),
-        changing=tuple(replace(item, why=why(item, current)) for item in sorted(changing, key=lambda item: item.hours)),
+        ranked=tuple(replace(item, why=why.sentence(item, current)) for item in ranked[:keep]),
+        changing=tuple(
+            replace(item, why=why.sentence(item, current)) for item in sorted(changing, key=lambda item: item.hours)
+        ),
         radix=radix,
         tried=search.tried,
         dropped=search.dropped,
@@ -121,17 +123,17 @@ _Scored = tuple[float, Server]
 
 
 class _Search:
-    """Walks the flag space and counts what it meets. The best of each kind (radix, strategy, chunk, fraction) is kept."""
+    """Walks the flag space and counts what it meets; keeps the best of each kind (radix, strategy, chunk, fraction)."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self.tried = 0
         self.dropped: dict[str, int] = {}
 
-    def best(self, *, radix: bool, workload: Workload | None = None) -> list[_Scored]:
-        """The best number of requests of every kind of configuration."""
+    def best(self, *, radix: bool, workload: Workload | None = None, chunks: tuple[int, ...] = CHUNKS) -> list[_Scored]:
+        """The best number of requests of every kind of configuration; `chunks` to try besides the present one."""
         found: list[_Scored] = []
-        for flags in _kinds(self._setting, radix=radix):
+        for flags in _kinds(self._setting, radix=radix, chunks=chunks):
             scored = self._best_requests(replace(self._setting.server, flags=flags), workload or self._setting.workload)
             if scored is not None:
                 found.append(scored)
@@ -172,7 +174,7 @@ class _Search:
             reason = {DoesNotFit: "does not fit", FlagsRefused: "refused by SGLang"}.get(type(error), "impossible")
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
             return None
-        if prediction.retraction_sigmas < LEAST_SIGMAS:
+        if prediction.retraction_sigmas < why.LEAST_SIGMAS:
             self.dropped["too close to retraction"] = self.dropped.get("too close to retraction", 0) + 1
             return None
         return prediction.hours(setting.prompts, setting.servers)
@@ -184,18 +186,21 @@ def _caps() -> Iterator[int]:
     yield from range(260, MOST_REQUESTS + 1, 4)
 
 
-def _kinds(setting: Setting, *, radix: bool) -> Iterable[Flags]:
+def _kinds(setting: Setting, *, radix: bool, chunks: tuple[int, ...]) -> Iterable[Flags]:
     """Flags of every kind of configuration, the request cap left open."""
     now = setting.server.flags
     hybrid = setting.server.shape.state is not None
     strategies: tuple[Strategy, ...] = ("auto",)
     if hybrid and radix:
-        strategies = ("no_buffer", "extra_buffer", "extra_buffer_lazy") if setting.rules.has_lazy else ("no_buffer", "extra_buffer")
+        strategies = (
+            ("no_buffer", "extra_buffer", "extra_buffer_lazy")
+            if setting.rules.has_lazy
+            else ("no_buffer", "extra_buffer")
+        )
     elif hybrid:
         strategies = ("auto",) if setting.rules.extra_buffer_with_radix_off else ("no_buffer",)
-    chunks = sorted({chunk_tokens(setting.server), *CHUNKS})
     for strategy in strategies:
-        for chunk in chunks:
+        for chunk in sorted({chunk_tokens(setting.server), *chunks}):
             for fraction in _fractions(setting, chunk):
                 yield replace(
                     now,
@@ -226,12 +231,11 @@ def _sized(server: Server, requests: int, rules: Rules) -> Server:
     if server.shape.state is not None and not flags.disable_radix_cache:
         slots = requests * resolve(flags, server.shape, rules).slots_per_request
         flags = replace(flags, max_mamba_cache_size=slots, mamba_full_memory_ratio=0.9)
-    shards = flags.dp_size if flags.enable_dp_attention or (rules.divides_by_dp and flags.dp_size > 1) else 1
-    return replace(server, flags=replace(
-        flags,
-        max_running_requests=requests * shards,
-        max_mamba_cache_size=flags.max_mamba_cache_size and flags.max_mamba_cache_size * (flags.dp_size if flags.enable_dp_attention else 1),
-    ))  # fmt: skip
+    shards = flags.dp_size if flags.enable_dp_attention or rules.divides_by_dp else 1
+    total = flags.max_mamba_cache_size
+    if total is not None and flags.enable_dp_attention:
+        total *= flags.dp_size
+    return replace(server, flags=replace(flags, max_running_requests=requests * shards, max_mamba_cache_size=total))
 
 
 def _winners(setting: Setting, pool: list[_Scored]) -> list[Server]:
@@ -249,13 +253,14 @@ def _verdict(setting: Setting, search: _Search, with_radix: list[_Scored], witho
     """The shared-prefix share at which the best configuration with the radix cache catches up with the best without."""
     share = setting.workload.shared_prefix_share
     if not with_radix or not without:
-        return RadixVerdict(share=share, threshold=0.0, considered=False, why="no configuration without the radix cache fits.")
+        return RadixVerdict(
+            share=share, threshold=0.0, considered=False, why="no configuration without the radix cache fits."
+        )
     target = min(hours for hours, _ in without)
-    servers = [server for _, server in sorted(with_radix, key=lambda item: item[0])[:3]]
 
     def pays(trial: float) -> bool:
         workload = replace(setting.workload, shared_prefix_share=trial)
-        return any((search.hours(server, workload) or target) < target for server in servers)
+        return any(hours < target for hours, _ in search.best(radix=True, workload=workload, chunks=()))
 
     low, high = (0.0, 0.0) if pays(0.0) else (0.0, 1.0)
     if high and not pays(0.999):
@@ -263,17 +268,9 @@ def _verdict(setting: Setting, search: _Search, with_radix: list[_Scored], witho
     while high - low > 0.005:
         middle = (low + high) / 2
         low, high = (low, middle) if pays(middle) else (middle, high)
-    return RadixVerdict(share=share, threshold=high, considered=share is not None and share < high, why=_verdict_text(share, high))
-
-
-def _verdict_text(share: float | None, threshold: float) -> str:
-    if threshold >= 1.0:
-        limit = "at any shared-prefix share, going without the radix cache is faster by this model"
-    else:
-        limit = f"going without the radix cache is faster below a shared-prefix share of {threshold:.0%}"
-    if share is None:
-        return f"{limit}; the share of these prompts was not measured, so it is no candidate. Measure it on the frozen prompts."
-    return f"{limit}; these prompts share {share:.1%}."
+    return RadixVerdict(
+        share=share, threshold=high, considered=share is not None and share < high, why=why.verdict(share, high)
+    )
 
 
 def _changing(setting: Setting, *, without_radix: bool) -> list[Candidate]:
@@ -284,7 +281,9 @@ def _changing(setting: Setting, *, without_radix: bool) -> list[Candidate]:
         experts = server.shape.experts.total if server.shape.experts else 0
         saved = to_gib(int((server.shape.body_parameters + experts) * 0.98 / server.flags.tp_size))
         post = GiB(setting.free.post + saved)
-        trials.append((replace(server, weight_dtype="fp8"), replace(setting.free, post=GiB(min(post, setting.free.pre)))))
+        trials.append(
+            (replace(server, weight_dtype="fp8"), replace(setting.free, post=GiB(min(post, setting.free.pre))))
+        )
     if server.shape.state is not None and server.shape.state.state_size:
         other = "bfloat16" if dtype_bytes(server.flags.ssm_dtype(server.shape)) == 4 else "float32"
         trials.append((replace(server, flags=replace(server.flags, mamba_ssm_dtype=other)), setting.free))
@@ -326,54 +325,5 @@ def candidate(setting: Setting, server: Server, baseline: Setting, *, concurrenc
         gpu_hours=hours * setting.servers * server.flags.tp_size,
         changes=different,
         why="",
-        marks=_marks(server, prediction),
+        marks=why.marks(server, prediction),
     )
-
-
-def _marks(server: Server, prediction: Prediction) -> tuple[str, ...]:
-    marks = []
-    if prediction.beyond_graph:
-        marks.append(
-            f"{prediction.running:.0f} requests exceed the largest CUDA graph ({largest_graph(server)}), so steps run eagerly; "
-            "raise cuda_graph_max_bs if memory allows."
-        )
-    if prediction.retraction_sigmas < LEAST_SIGMAS:
-        marks.append(
-            f"the KV pool leaves only {prediction.retraction_sigmas:.1f} standard deviations of room; expect retractions."
-        )
-    return tuple(marks)
-
-
-def why(item: Candidate, current: Candidate) -> str:
-    """One sentence: what changes, what that does to the number of running requests, and the gain."""
-    new, old = item.prediction, current.prediction
-    gain = current.hours / item.hours
-    if not item.changes:
-        if new.running <= old.running:
-            return "The current flags are already the best found."
-        return (
-            f"With the flags as they are, {new.running:.0f} instead of {old.running:.0f} requests run "
-            f"once the client keeps that many in flight: {gain:.2f} times the rate."
-        )
-    return f"{_mechanism(item, current)}, so {new.running:.0f} requests run instead of {old.running:.0f}: {gain:.2f} times the rate."
-
-
-def _mechanism(item: Candidate, current: Candidate) -> str:
-    changed, slots = item.changes, item.memory.slots_per_request
-    if "weights" in changed:
-        return "FP8 weights free memory and halve the bytes of each step"
-    if "mamba_ssm_dtype" in changed:
-        share = "half" if item.memory.slot_bytes < current.memory.slot_bytes else "twice"
-        return f"States in {item.flags.mamba_ssm_dtype} take {share} the memory and {share} the traffic"
-    if "kv_cache_dtype" in changed:
-        return f"A KV pool in {item.flags.kv_cache_dtype} holds twice the tokens and halves its traffic"
-    if changed.get("disable_radix_cache") == (False, True):
-        overlap = " and keeps overlap scheduling" if not current.memory.resolved.overlap else ""
-        return f"Without the radix cache a request needs {slots or 'no'} state slot instead of {current.memory.slots_per_request}{overlap}"
-    if item.memory.resolved.strategy != current.memory.resolved.strategy:
-        return f"{item.memory.resolved.strategy} needs {slots} state slots a request instead of {current.memory.slots_per_request}"
-    if "mem_fraction_static" in changed:
-        return f"The measured free memory allows mem_fraction_static {item.flags.mem_fraction_static:g}"
-    if item.memory.max_mamba_cache_size != current.memory.max_mamba_cache_size:
-        return f"A state pool of {item.memory.max_mamba_cache_size} slots leaves {item.memory.max_total_num_tokens:,} KV tokens"
-    return "The request cap fits what the pools can hold"

@@ -97,7 +97,7 @@ class LatentAttention:
 class StateLayers:
     """Layers with a recurrent state per request slot.
 
-    `gdn` (gated delta net): heads = value heads, state_size = key dim, groups = key heads. `mamba2`: as its config says.
+    `gdn` (gated delta net): heads = value heads, state_size = key dim, groups = key heads. `mamba2`: as in its config.
     `short_conv`: only a convolution over `heads * head_dim` channels, no recurrent state.
     """
 
@@ -159,6 +159,7 @@ class ModelShape:
         inner_size: elements that the feed-forward part of one layer writes per token (active experts together).
         ssm_dtype: state dtype that the config asks for; None = float32.
         dtype: element type of weights that are not quantised, and of the KV pool unless a flag says otherwise.
+
     """
 
     name: str
@@ -183,6 +184,4 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters."""
         experts = self.experts.total if self.experts else 0
-        return (
-            self.body_parameters + self.head_parameters + self.embedding_parameters + self.other_parameters + experts
-        )
+        return self.body_parameters + self.head_parameters + self.embedding_parameters + self.other_parameters + experts

@@ -54,7 +54,10 @@ def load_model(model: str, *, weights_gib: float | None = None, weight_dtype: st
             raise CapacityError(f"weights_gib = {measured['gib']} must be positive; it is GiB.")
         size, origin = to_bytes(GiB(measured["gib"])), measured["source"]
     else:
-        size, origin = estimated_weights(shape, dtype), "estimated from the number of parameters; give weights_gib if known"
+        size, origin = (
+            estimated_weights(shape, dtype),
+            "estimated from the number of parameters; give weights_gib if known",
+        )
     return Model(shape=shape, weights_bytes=size, weight_dtype=dtype, shape_source=source, weights_source=origin)
 
 
@@ -124,7 +127,10 @@ def _measured_in(folder: Path) -> dict[str, Any]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return {}
-    return {"gib": sum(_header_bytes(file) for file in files) / 2**30, "source": f"headers of {len(files)} safetensors files"}
+    return {
+        "gib": sum(_header_bytes(file) for file in files) / 2**30,
+        "source": f"headers of {len(files)} safetensors files",
+    }
 
 
 def _header_bytes(file: Path) -> int:
@@ -135,6 +141,8 @@ def _header_bytes(file: Path) -> int:
             if not 0 < length < _HEADER_LIMIT:
                 raise ValueError(f"header of {length} bytes")
             header = json.loads(stream.read(length))
-        return sum(part["data_offsets"][1] - part["data_offsets"][0] for key, part in header.items() if key != "__metadata__")
+        return sum(
+            part["data_offsets"][1] - part["data_offsets"][0] for key, part in header.items() if key != "__metadata__"
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CapacityError(f"{file} is not a safetensors file ({error}); is the download complete?") from error

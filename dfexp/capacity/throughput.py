@@ -47,6 +47,7 @@ class Prediction:
         retraction_sigmas: room in the KV pool, in standard deviations of what running requests hold together.
         uncertainty: relative, one sigma.
         beyond_graph: more requests run than the largest CUDA graph covers, so steps run eagerly.
+
     """
 
     running: float
@@ -223,9 +224,7 @@ def calibrate(
             f"the samples need {bandwidth:.2f} of {server.gpu.name}'s peak bandwidth, which cannot be; "
             "check running, context and the weights' dtype."
         )
-    return Efficiency(
-        bandwidth=bandwidth, compute=compute, provenance=provenance, uncertainty=max(0.02, spread)
-    )
+    return Efficiency(bandwidth=bandwidth, compute=compute, provenance=provenance, uncertainty=max(0.02, spread))
 
 
 def _solve(server: Server, workload: Workload, sample: Sample, start: Efficiency) -> tuple[float, float]:
@@ -250,8 +249,8 @@ def _solve(server: Server, workload: Workload, sample: Sample, start: Efficiency
 def _from_tpot(workload: Workload, sample: Sample, cycle: float) -> tuple[float, float]:
     """Step and prefill seconds from rate and time per token.
 
-    Requests of one length run in waves: all are prefilled, then all decode, and the median request waits for half of the
-    others' prefill. Otherwise prefill pauses are spread evenly, and the two numbers say the same, so only a step is left.
+    Requests of one length run in waves: all are prefilled, then all decode, and the median request waits for half of
+    the others' prefill. Otherwise pauses are spread evenly, and the two numbers say the same: only a step is left.
     """
     assert sample.tpot_s is not None
     if workload.completion.constant:

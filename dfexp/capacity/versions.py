@@ -32,6 +32,7 @@ class Rules:
         no_extra_buffer: architectures without extra_buffer.
         radix_off: architectures whose radix cache SGLang turns off by itself.
         strategy_flag, graph_flag: how the two renamed flags are spelled.
+
     """
 
     version: str
@@ -72,7 +73,7 @@ def rules(version: str) -> Rules:
     number = tuple(int(part) for part in match.groups())
     if number < (0, 5, 9):
         raise CapacityError(
-            f"sglang {version} is older than 0.5.9; the sizing rules of such versions are not known. Use 0.5.12 or newer."
+            f"sglang {version} is older than 0.5.9; its sizing rules are not known. Use 0.5.12 or newer."
         )
 
     def since(patch: int) -> bool:

@@ -78,7 +78,11 @@ def measured(tokens: Iterable[int]) -> Lengths:
     if not data.size or data[0] <= 0:
         raise CapacityError("measured lengths must be positive token counts, and at least one is needed.")
     parts = np.array_split(data, min(_POINTS, data.size))
-    return _merged([float(part.mean()) for part in parts], [part.size / data.size for part in parts], f"{data.size:,} measured lengths")
+    return _merged(
+        [float(part.mean()) for part in parts],
+        [part.size / data.size for part in parts],
+        f"{data.size:,} measured lengths",
+    )
 
 
 def _merged(values: Sequence[float], weights: Sequence[float], label: str) -> Lengths:
@@ -94,7 +98,9 @@ def log_normal(median: float, sigma: float, *, limit: float) -> Lengths:
     Raises CapacityError for a median that is not positive, a negative sigma or a limit below 1.
     """
     if not median > 0 or not sigma >= 0 or not limit >= 1:
-        raise CapacityError(f"log-normal lengths need median > 0, sigma >= 0 and limit >= 1, not {median}, {sigma}, {limit}.")
+        raise CapacityError(
+            f"log-normal lengths need median > 0, sigma >= 0 and limit >= 1, not {median}, {sigma}, {limit}."
+        )
     if sigma == 0:
         return constant(min(median, limit))
     edges = np.linspace(0.0, limit, _POINTS + 1)
@@ -184,15 +190,16 @@ def early_figures(completion: Lengths, generated: float, *, step: float = 16.0) 
 def fit_completions(*, completions: float, mean_completion: float, generated: float, limit: float) -> Lengths:
     """Log-normal completions, cut at `limit`, from a run's first minutes.
 
-    Args, all per request slot: completions so far; their mean length; tokens generated so far (decode rate of one request
-    times the time).
+    Args, all per request slot: completions so far; their mean length; tokens generated so far (decode rate of one
+    request times the time).
     Raises CapacityError when the figures contradict each other (more tokens completed than generated).
     """
     in_flight = generated - completions * mean_completion
     if completions <= 0 or in_flight <= 0:
         raise CapacityError(
-            f"{completions:.2f} completions of {mean_completion:.0f} tokens per slot are {completions * mean_completion:.0f} "
-            f"tokens, and only {generated:.0f} were generated; check rate, time and slots."
+            f"{completions:.2f} completions of {mean_completion:.0f} tokens per slot are "
+            f"{completions * mean_completion:.0f} tokens, and only {generated:.0f} were generated; check rate, "
+            "time and slots."
         )
     low, high = 0.05, 2.0
     for _ in range(16):
@@ -212,7 +219,7 @@ def _fit_median(sigma: float, completions: float, generated: float, limit: float
 
 
 def shared_prefix_share(prompts: Iterable[str]) -> float:
-    """Part of all prompt text that repeats the beginning of another prompt: the best hit rate a prefix cache could have.
+    """Part of all prompt text that repeats another prompt's beginning: the best hit rate a prefix cache could have.
 
     Characters stand for tokens. Sorting puts every prompt beside the one it shares most with. 0.0 for no prompts.
     """
