@@ -20,11 +20,12 @@ from dfexp.engines.http import get_text
 from dfexp.errors import RequestError
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+_EXIT_LIMIT_S = 20
 _BUSY = ("llamacpp:requests_processing ", "llamacpp:requests_deferred ")
 
 
 def main() -> NoReturn:
-    """Serve until told to stop. Leaves by `os._exit`: destroying the server hangs while requests are in flight."""
+    """Serve until told to stop, then leave by `os._exit`: destroying the server hangs while requests are in flight."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     config = json.loads(parser.parse_args().config.read_bytes())
@@ -33,14 +34,16 @@ def main() -> NoReturn:
     try:
         server = _start(config)
     except Exception as error:  # the log is the only place where the reason can be told
-        print(f"dfexp: the server did not start: {type(error).__name__}: {error}", file=sys.stderr)
-        _leave(1)
+        print(f"dfexp: the server did not start: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # An ordinary exit: llama.cpp writes its log from a thread, and os._exit would lose its last lines, the reason.
+        signal.alarm(_EXIT_LIMIT_S)
+        sys.exit(1)
     print(f"dfexp: serving at {server.listening_address}", file=sys.stderr, flush=True)
     signal.sigwait(_STOP_SIGNALS)
     print("dfexp: told to stop, finishing requests in flight", file=sys.stderr, flush=True)
     idle = _drain(server.listening_address, config["key"], config["drain_s"])
-    print(f"dfexp: stopped {'idle' if idle else 'with requests in flight'}", file=sys.stderr)
-    _leave(0)
+    print(f"dfexp: stopped {'idle' if idle else 'with requests in flight'}", file=sys.stderr, flush=True)
+    os._exit(0)
 
 
 def _start(config: Mapping[str, Any]) -> Any:
@@ -79,11 +82,6 @@ def _is_idle(address: str, key: str) -> bool:
         return False
     counts = [float(line.split()[-1]) for line in page.splitlines() if line.startswith(_BUSY)]
     return bool(counts) and not any(counts)
-
-
-def _leave(code: int) -> NoReturn:
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":
