@@ -108,10 +108,9 @@ class OpenShard:
         try:
             if not self._is_published():
                 _move(self.path, self.final)
-                fsync_dir(self._folder)  # the new name is on disk before the old one goes
+            fsync_dir(self._folder)  # the new name is on disk before the old one goes; if that one stays, opening heals
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
-            fsync_dir(self._folder)
             stat = os.fstat(self._log.fileno())
         except FileExistsError as error:
             raise foreign_file(self.final) from error

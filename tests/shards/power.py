@@ -93,42 +93,49 @@ class Recorder:
     def crash_states(self, length: int) -> Iterator[Contents]:
         """What the folder may hold if the power went after the first `length` steps.
 
-        Names change in order, as journalling file systems do it, but only a flush of the folder makes them safe.
+        Any of the changes of names since the folder was last flushed may be lost, in whatever order they were made.
         """
-        files, names = replay(self.log[:length])
+        files, names, unsafe = replay(self.log[:length])
         seen: list[Contents] = []
-        for kept, how in itertools.product(names, HOW):
-            contents = {name: files[number].after_loss(how) for name, number in kept.items() if name != ".lock"}
+        for survived, how in itertools.product(itertools.product([True, False], repeat=len(unsafe)), HOW):
+            kept = dict(names)
+            for change in itertools.compress(unsafe, survived):
+                kept |= change
+            contents = {
+                name: files[number].after_loss(how) for name, number in kept.items() if number and name != ".lock"
+            }
             if contents not in seen:
                 seen.append(contents)
                 yield contents
 
 
-def replay(log: list[tuple[Any, ...]]) -> tuple[dict[int, File], list[Names]]:
-    """The files after the steps, and every state of the names since they were last flushed."""
+def replay(log: list[tuple[Any, ...]]) -> tuple[dict[int, File], Names, list[Names]]:
+    """The files after the steps, the names that are safe, and the changes of names since (inode 0: removed)."""
     files: dict[int, File] = {}
-    names: list[Names] = [{}]
+    now: Names = {}
+    safe: Names = {}
+    unsafe: list[Names] = []
     for step, *what in log:
-        now = dict(names[-1])
+        change: Names = {}
         if step == "create":
             files[what[1]] = File()
-            now[what[0]] = what[1]
+            change = {what[0]: what[1]}
         elif step == "link":
-            now[what[1]] = now[what[0]]
+            change = {what[1]: now[what[0]]}
         elif step == "replace":
-            now[what[1]] = now.pop(what[0])
+            change = {what[0]: 0, what[1]: now[what[0]]}
         elif step == "unlink":
-            del now[what[0]]
+            change = {what[0]: 0}
         elif step == "write":
             number, at, data = what
             files[number].live[at : at + len(data)] = data
         elif what[0]:
             files[what[0]].safe = bytes(files[what[0]].live)
         else:
-            names = names[-1:]
-        if now != names[-1]:
-            names.append(now)
-    return files, names
+            safe, unsafe = dict(now), []
+        now |= change
+        unsafe += [change] if change else []
+    return files, safe, unsafe
 
 
 def write_to(folder: Path, contents: Contents) -> None:

@@ -82,6 +82,13 @@ def test_a_run_without_prompts_opens(folder):
         assert (len(run.pending()), run.seal()) == (0, [])
 
 
+@pytest.mark.parametrize(("total", "rows_per_shard"), [(-1, 5), (5, 0)])
+def test_a_run_that_cannot_be_is_refused(folder, total, rows_per_shard):
+    with pytest.raises(ShardError, match=f"rows_per_shard is {rows_per_shard} and total {total}"):
+        open_run(folder, total=total, rows_per_shard=rows_per_shard)
+    assert not folder.exists()
+
+
 def test_a_lone_surrogate_anywhere_is_repaired_and_flagged(folder):
     odd = row(0, "half \ud83d, pair \ud83d\ude00", messages=({"role": "user", "content": [{"te\udc00xt": "\udfff"}]},))
     with open_run(folder) as run:
