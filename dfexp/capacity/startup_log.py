@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dfexp.capacity.errors import CapacityError
@@ -16,7 +16,7 @@ from dfexp.capacity.flags import Flags, parse_flags
 from dfexp.capacity.units import GiB
 
 _NUMBER = r"(-?[\d,]+(?:\.\d+)?)"
-_GB = r"\s*[:=]?\s*" + _NUMBER + r"\s*GB"
+_SIZE = r"\s*[:=]?\s*" + _NUMBER + r"\s*GB"
 _PREFIX = re.compile(r"^\[[^\]]*?((?:DP\d+ ?)?(?:TP\d+)?(?: ?PP\d+)?(?: ?EP\d+)?)\]")
 _SECRETS = re.compile(r"(key|token|secret|password|launch_command)$", re.IGNORECASE)
 
@@ -182,36 +182,37 @@ class _Reader:
             return
         state = (
             _count(r"max_(?:mamba_cache_)?size\s*[:=]\s*" + _NUMBER, line),
-            _gib(r"(?<!_)conv_state(?: size)?" + _GB, line),
-            _gib(r"(?<!intermediate_)ssm_state(?: size)?" + _GB, line),
-            _gib(r"intermediate_ssm_state_cache(?: size)?" + _GB, line),
-            _gib(r"intermediate_conv_window_cache(?: size)?" + _GB, line),
+            _gib(r"(?<!_)conv_state(?: size)?" + _SIZE, line),
+            _gib(r"(?<!intermediate_)ssm_state(?: size)?" + _SIZE, line),
+            _gib(r"intermediate_ssm_state_cache(?: size)?" + _SIZE, line),
+            _gib(r"intermediate_conv_window_cache(?: size)?" + _SIZE, line),
         )
         if "capped to" not in line and "Computed" not in line and any(value is not None for value in state):
-            self._state.append(
-                StatePool(
-                    rank=rank,
-                    max_mamba_cache_size=state[0],
-                    conv_gib=state[1],
-                    ssm_gib=state[2],
-                    intermediate_ssm_gib=state[3],
-                    intermediate_conv_gib=state[4],
-                )
-            )
+            self._add_state(rank, state)
         tokens = _count(r"#tokens:\s*" + _NUMBER, line) or _count(r"KV cache(?: tokens)?:\s*" + _NUMBER, line)
         if tokens is not None and ("KV Cache is allocated" in line or "KV cache" in line or "K size" in line):
             self._kv.append(
                 KvPool(
                     rank=rank,
                     tokens=tokens,
-                    k_gib=_gib(r"\bK(?: size)?" + _GB, line),
-                    v_gib=_gib(r"\bV(?: size)?" + _GB, line),
-                    kv_gib=_gib(r"\bKV size" + _GB, line),
+                    k_gib=_gib(r"\bK(?: size)?" + _SIZE, line),
+                    v_gib=_gib(r"\bV(?: size)?" + _SIZE, line),
+                    kv_gib=_gib(r"\bKV size" + _SIZE, line),
                 )
             )
         dtype = re.search(r"dtype: *([\w.]+)", line) or re.search(r"Using KV cache dtype: *([\w.]+)", line)
         if dtype and "KV" in line:
             self._one["kv_dtype"] = dtype.group(1).rstrip(".")
+
+    def _add_state(self, rank: str, values: Sequence[Any]) -> None:
+        """A pool, or more of the last one when its line was quoted in pieces."""
+        names = ("max_mamba_cache_size", "conv_gib", "ssm_gib", "intermediate_ssm_gib", "intermediate_conv_gib")
+        given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        last = self._state[-1] if self._state and self._state[-1].rank == rank else None
+        if last is not None and all(getattr(last, name) is None for name in given):
+            self._state[-1] = replace(last, **given)
+        else:
+            self._state.append(StatePool(rank=rank, **{name: given.get(name) for name in names}))
 
     def _limits(self, line: str, rank: str) -> None:
         del rank

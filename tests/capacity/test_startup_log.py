@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dfexp.capacity.flags import parse_flags
+from dfexp.capacity.memory import Free, plan_memory
+from dfexp.capacity.config import from_config
+from dfexp.capacity.startup_log import Startup, flags_of, read_server_info, read_startup
+from dfexp.capacity.units import GiB
+from dfexp.capacity.versions import rules
+from tests.capacity.support import DATA, lines
+
+LOGS = DATA / "logs"
+CASES = {case["id"]: case for case in lines("cases.jsonl")}
+TINY = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4, "full_attention_interval": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "hidden_size": 64,
+    "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def log(name: str) -> Startup:
+    return read_startup((LOGS / f"{name}.log").read_text(encoding="utf-8").split("\n"))
+
+
+def recorded(case: dict[str, Any], startup: Startup) -> list[tuple[str, Any, Any]]:
+    """What a case records of its own lines, and what the reader found, field by field."""
+    logged = case["logged"]
+    state, kv, failed = startup.state_pool, startup.kv_pool, startup.failed_state_pool
+    found = {
+        "load_weight_begin.avail_mem_gb": startup.load_begin_gib,
+        "load_weight_end.avail_mem_gb": startup.load_end_gib,
+        "load_weight_end.mem_usage_gb": startup.weights_gib,
+        "memory_pool_end.avail_mem_gb": {rank: values[0] for rank, values in startup.pool_end_gib.items()},
+        "cuda_graph_mem_usage_gb": {rank: values[-1] for rank, values in startup.graph_gib.items()},
+        "avail_after_graph_gb": startup.after_graph_gib,
+        "max_mamba_cache_size": failed[0] if failed else startup.max_mamba_cache_size,
+        "total_rest_memory_gb": failed and failed[1],
+        "mamba_cache_per_req_mb": failed and failed[2],
+        "conv_state_gb": state and state.conv_gib,
+        "ssm_state_gb": state and state.ssm_gib,
+        "intermediate_ssm_state_cache_gb": state and state.intermediate_ssm_gib,
+        "intermediate_conv_window_cache_gb": state and state.intermediate_conv_gib,
+        "kv_tokens": kv and kv.tokens,
+        "k_size_gb": kv and kv.k_gib,
+        "v_size_gb": kv and kv.v_gib,
+        "kv_size_gb": kv and kv.kv_gib,
+        "max_total_num_tokens": startup.max_total_num_tokens,
+        "max_running_requests": startup.max_running_requests,
+        "chunked_prefill_size": startup.chunked_prefill_size,
+        "max_prefill_tokens": startup.max_prefill_tokens,
+        "context_len": startup.context_len,
+        "available_gpu_mem_gb": startup.available_gpu_mem_gib,
+        "full_layer_tokens": startup.swa and startup.swa[0],
+        "swa_layer_tokens": startup.swa and startup.swa[1],
+        "max_running_requests_effective": startup.max_running_requests,
+    }
+    compared = []
+    for name, value in logged.items():
+        if name not in found or value is None or isinstance(value, str):
+            continue
+        got = found[name]
+        if isinstance(got, dict) and not isinstance(value, dict):
+            got = min(got.values(), default=None)
+        compared.append((name, value, got))
+    return compared
+
+
+TWO_BOOTS = {"rdna4_qwen3.6-35b-a3b-fp8_1.61M"}
+"""One line each of two servers: the reader takes the last, as after a restart."""
+
+
+@pytest.mark.parametrize(
+    "case_id", [name for name, case in CASES.items() if case["raw_lines"] and name not in TWO_BOOTS]
+)
+def test_every_quoted_line_is_read_as_recorded(case_id: str) -> None:
+    case = CASES[case_id]
+    compared = recorded(case, read_startup(case["raw_lines"]))
+    text = " ".join(case["raw_lines"])
+    for name, value, got in compared:
+        print(f"{case_id:<44} {name:<36} recorded {value!s:>12} read {got!s:>12}")
+        numbers = value.values() if isinstance(value, dict) else [value]
+        quoted = any(f"{number:,}" in text or str(number) in text or f"{number:.2f}" in text for number in numbers)
+        if got is None:
+            assert not quoted or case_id in PROSE, f"{name} = {value} is in the lines and was not read"
+        elif isinstance(value, dict):
+            assert got.items() <= value.items(), name
+        else:
+            assert got == value, name
+
+
+PROSE = {
+    "qwen3.5-9b_mig3g40_ratio0.9", "qwen3.8-27b_rtxpro6000_191slots", "nemotron-3-ultra-550b-nvfp4_tp4_4xgb10",
+    "qwen3.6-27b_rdna4_60slots", "qwen3.5-35b-a3b-int4_dflash_gb10", "dual3090_qwen3.6-27b_eagle3_8slots",
+    "glm-5.3-flash-mxfp4_tp4_mi355x", "qwen3.5-9b_h100pcie_16slots_bytes", "qwen2.5-0.5b_docs_server_info",
+}  # fmt: skip
+"""Cases whose "lines" are sentences about a log, not lines of one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("0.5.12_hybrid", (20.33, 20.32, 57254, 0.25, 2.62, 20000, 16)),
+        ("0.5.23_hybrid", (20.44, 20.44, 57604, 0.25, 2.64, 20000, 16)),
+        ("0.5.12_hybrid_pressure", (20.65, 20.65, 20, 0.0, 0.0, 700, 6)),
+        ("0.5.23_hybrid_pressure", (19.84, 19.84, 20, 0.0, 0.0, 2000, 6)),
+        ("auto_0.5.12", (21.16, 21.15, 39738, 0.17, 1.82, 9272354, 128)),
+        ("auto2_0.5.23", (20.92, 20.92, 39040, 0.17, 1.79, 9109601, 128)),
+    ],
+)
+def test_real_logs_of_hybrids(name: str, expected: tuple[float, ...]) -> None:
+    got = log(name)
+    assert got.state_pool is not None
+    assert (
+        got.pre_gib, got.post_gib, got.max_mamba_cache_size, got.state_pool.conv_gib, got.state_pool.ssm_gib,
+        got.max_total_num_tokens, got.max_running_requests,
+    ) == expected  # fmt: skip
+    assert got.context_len == 8192
+    assert got.kv_dtype == "torch.bfloat16"
+    assert got.model_type == "Qwen3NextForCausalLM"
+
+
+def test_a_dense_log_has_no_state_pool_and_a_warning_names_cap_and_slots() -> None:
+    dense = log("0.5.23_dense_retraction")
+    assert (dense.state_pool, dense.max_mamba_cache_size, dense.max_total_num_tokens) == (None, None, 700)
+    assert log("0.5.23_hybrid_pressure").capped == (6, 20, 3)
+    assert log("0.5.12_hybrid_pressure").capped is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("0.5.23_no_buffer_needs_disable_overlap", "disable_overlap_schedule=True"),
+        ("0.5.23_auto_extra_buffer_on_cpu", "platform support"),
+    ],
+)
+def test_a_failed_start_leaves_its_last_words(name: str, says: str) -> None:
+    got = log(name)
+    assert says in got.errors[-1]
+    assert got.max_running_requests is None
+
+
+def test_echoed_arguments_come_without_secrets() -> None:
+    for name in ("0.5.12_hybrid", "0.5.23_hybrid"):
+        args = log(name).server_args
+        assert len(args) > 300
+        assert args["mem_fraction_static"] == 0.3
+        assert not {"api_key", "launch_command", "admin_api_key"} & set(args)
+    line = "server_args=ServerArgs(model_path='m', api_key='sk-1', dtype=<object>, page_size=1)"
+    assert read_startup([line]).server_args == {"model_path": "m", "page_size": 1}
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
+def test_the_real_cap_is_in_the_internal_state(version: str) -> None:
+    info = read_server_info(json.loads((LOGS / f"{version}_server_info.json").read_text()))
+    assert (info.version, info.max_running_requests, info.requested, info.max_total_num_tokens) == (
+        version,
+        16,
+        16,
+        20000,
+    )
+    assert info.flags.mamba_radix_cache_strategy == "no_buffer"
+    asked = {"max_running_requests": 32, "internal_states": [{"effective_max_running_requests_per_dp": 9}]}
+    assert read_server_info(asked).max_running_requests == 9
+    assert read_server_info({}).max_running_requests is None
+
+
+@pytest.mark.parametrize(("name", "version"), [("auto_0.5.12", "0.5.12"), ("auto2_0.5.23", "0.5.23")])
+def test_real_boots_are_predicted_from_their_own_logs(name: str, version: str) -> None:
+    """Slots of 52 KiB: memory that the log does not show is many of them, so both counts are compared as shares."""
+    got = log(name)
+    assert got.pre_gib is not None
+    assert got.post_gib is not None
+    flags = flags_of({**got.server_args, "max_mamba_cache_size": None})
+    plan = plan_memory(from_config(TINY, "tiny"), flags, rules(version), Free(pre=got.pre_gib, post=got.post_gib))
+    assert plan.max_mamba_cache_size == pytest.approx(got.max_mamba_cache_size, rel=0.01)
+    assert plan.max_total_num_tokens == pytest.approx(got.max_total_num_tokens, rel=0.01)
+    assert plan.max_running_requests == got.max_running_requests == 128
+
+
+@pytest.mark.parametrize("name", ["0.5.12_hybrid_pressure", "0.5.23_hybrid_pressure"])
+def test_real_caps_follow_from_flags_alone(name: str) -> None:
+    got = log(name)
+    flags = flags_of(got.server_args)
+    plan = plan_memory(
+        from_config(TINY, "tiny"), flags, rules(name[:6]), Free(pre=GiB(got.pre_gib or 0), post=GiB(got.post_gib or 0))
+    )
+    assert plan.max_running_requests == got.max_running_requests == 6
+    assert plan.max_total_num_tokens == got.max_total_num_tokens
+
+
+def test_arguments_of_other_types_are_passed_over() -> None:
+    assert flags_of({"mem_fraction_static": "much", "page_size": None, "tp_size": 2, "other": 1}) == parse_flags(
+        {"tp_size": 2}
+    )
+
+
+def test_rubbish_is_no_log() -> None:
+    empty = read_startup(["", "\x00", "avail mem=", "[TP0] Load weight begin. avail mem=GB", "#tokens: x"])
+    assert (empty.pre_gib, empty.state_pool, empty.kv_pool, empty.errors) == (None, None, None, ())
