@@ -25,6 +25,7 @@ class Gpu:
         context_mib: what a CUDA context and SGLang's start take before "Load weight begin".
         flops_16, flops_8: dense BF16 and FP8 peak; flops_8 equals flops_16 where FP8 brings nothing.
         source: where the numbers are from.
+
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def plan(flags: Flags, version: Rules = OLD) -> MemoryPlan:
     return plan_memory(MODEL.shape, flags, version, free_memory())
 
 
+@cache
 def early_completions() -> Lengths:
     """Completions fitted on the first run's early figures: 438 of mean 2,473 after 280 s, 8 servers x 32 at 670 tok/s."""
     return fit_completions(completions=438 / 256, mean_completion=2473, generated=670 / 32 * 280, limit=8192 - 214)
