@@ -174,7 +174,8 @@ def html(status: Mapping[str, Any] | None) -> str:
         parts.append(f"<div style='margin-top:6px'>{escaping.escape(str(said))}</div>")
     if status.get("servers"):
         servers = rows_html([_server(server) for server in status["servers"]])
-        parts.append(f"<div style='margin-top:10px'>{servers}</div>")
+        note = f"answers, errors, restarts: this session; tokens/s: completion tokens, last {status['window_s']:.0f} s"
+        parts.append(f"<div style='margin-top:10px'>{servers}<div style='opacity:.7;font-size:12px'>{note}</div></div>")
     for title, counts in (("Failed", status.get("failures_by_kind")), ("Flags", status.get("flags"))):
         if counts:
             shown = ", ".join(f"{escaping.escape(str(kind))} {count:,}" for kind, count in counts.items())
@@ -227,10 +228,10 @@ def _server(server: Mapping[str, Any]) -> dict[str, Any]:
         "in flight": server["in_flight"],
         "most in flight": server["limit"],
         "requests at once": server["cap"],
-        "done": server["done"],
+        "answers": server["done"],
         "errors": server["errors"],
         "restarts": server["restarts"],
-        "completion tokens/s": server["tok_per_s"],
+        "tokens/s": server["tok_per_s"],
     }
 
 
