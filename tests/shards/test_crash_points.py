@@ -207,3 +207,19 @@ def test_rows_that_a_resume_calls_done_survive_a_loss_of_power_too(quick):
         with open_run(after, total=TOTAL, rows_per_shard=PER_SHARD) as run:
             assert (run.done, run.failed) == (2, 2)
         shutil.rmtree(after)
+
+
+def test_a_shard_whose_name_was_never_flushed_survives_once_a_resume_writes_to_it(quick):
+    live, after = quick / "live", quick / "after"
+    recorder = Recorder(live)
+    with tapped(recorder, recorder.names):
+        open_run(live, total=TOTAL, rows_per_shard=PER_SHARD).close()
+        os.close(os.open(live / "completions_000000.jsonl.partial", os.O_CREAT | os.O_WRONLY))
+        with open_run(live, total=TOTAL, rows_per_shard=PER_SHARD) as run:
+            run.commit(rows([0]))
+            told = len(recorder.log)
+    for contents in recorder.crash_states(told):
+        write_to(after, contents)
+        with open_run(after, total=TOTAL, rows_per_shard=PER_SHARD) as run:
+            assert run.is_done(0)
+        shutil.rmtree(after)

@@ -206,6 +206,15 @@ def test_a_manifest_that_lost_its_end_still_tells_whose_run_it_is(folder):
         open_run(folder, sampling="other")
 
 
+def test_a_manifest_that_lost_its_end_before_the_first_shard_is_whole_again(tmp_path):
+    open_run(tmp_path).close()
+    path = tmp_path / "manifest.json"
+    data = path.read_bytes()
+    path.write_bytes(data[:-3])
+    open_run(tmp_path).close()
+    assert path.read_bytes() == data
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -351,6 +360,9 @@ def test_an_open_shard_before_later_ones_is_refused(folder):
         file.write(b"{")
     refused(folder, r"000002\.jsonl\.partial is an open shard, though later shards exist")
     partial(folder, 3).unlink()
+    sealed(folder, 3).write_bytes(line(15))
+    refused(folder, r"000002\.jsonl\.partial is an open shard, though later shards exist")
+    sealed(folder, 3).unlink()
     finish(folder)
 
 

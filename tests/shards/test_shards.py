@@ -66,15 +66,26 @@ def test_resume_goes_on_in_the_open_shard(folder):
     finish(folder)
 
 
-@pytest.mark.parametrize(("before", "after"), [(8, 3), (3, 8)])
-def test_rows_per_shard_may_change_between_runs(folder, before, after):
+@pytest.mark.parametrize(
+    ("before", "after", "sizes"), [(8, 3, [7, 3, 3, 3, 3, 1]), (3, 8, [3, 3, 8, 6]), (7, 7, [7, 7, 6])]
+)
+def test_rows_per_shard_may_change_between_runs(folder, before, after, sizes):
     with open_run(folder, rows_per_shard=before) as run:
         run.commit(rows(range(7)))
     with open_run(folder, rows_per_shard=after) as run:
         check_consistent(folder, run)
         run.commit(rows(range(7, 20)))
         check_consistent(folder, run)
+        run.seal()
+    assert [entry.rows for entry in read_manifest(folder).shards] == sizes
     finish(folder, rows_per_shard=after)
+
+
+def test_a_shard_that_was_full_when_the_run_died_is_sealed_on_opening(folder):
+    with open_run(folder, rows_per_shard=9) as run:
+        run.commit(rows(range(7)))
+    open_run(folder, rows_per_shard=7).close()
+    assert names(folder) == ["completions_000000.jsonl"]
 
 
 def test_a_run_without_prompts_opens(folder):
@@ -155,6 +166,12 @@ def test_failures_stay_failures_until_they_are_asked_for(folder):
         assert list(run.pending({"refused"})) == [2, 3, 4, 5]
     assert [(record["index"], record["kind"]) for record in read_failures(folder)] == [(2, "refused"), (3, "refused")]
     assert len(list(read_log(folder / "failures.jsonl"))) == 4
+
+
+def test_failures_that_stand_come_in_the_order_of_the_last_ones(folder):
+    with open_run(folder) as run:
+        run.commit([], [failure(1, "timeout"), failure(2), failure(1, "refused")])
+    assert [(record["index"], record["kind"]) for record in read_failures(folder)] == [(2, "timeout"), (1, "refused")]
 
 
 def test_an_index_both_done_and_failed_is_done(folder):
