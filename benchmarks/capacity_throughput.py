@@ -84,7 +84,7 @@ def lines() -> list[Line]:
                 predicted=got.tok_per_s * TOTAL_PER_OUTPUT,
                 tpot_ms=tpot_s * 1e3,
                 predicted_tpot_ms=tpot * 1e3,
-            )  # fmt: skip
+            )
         )
     return found
 
@@ -111,16 +111,14 @@ def main() -> None:
     print(f"{'gpu':<6}{'model':<18}{'weights':<9}{'client':>7}{'running':>9}{'measured':>10}{'predicted':>11}{'error':>8}"
           f"{'TPOT ms':>9}{'pred.':>7}")  # fmt: skip
     for line in found:
-        note = (
-            f"  fitted: {line.efficiency.bandwidth:.3f} bandwidth, {line.efficiency.compute:.3f} compute"
-            if line.fitted
-            else ""
+        fitted = f"  fitted: {line.efficiency.bandwidth:.3f} bandwidth, {line.efficiency.compute:.3f} compute"
+        print(
+            f"{line.gpu:<6}{line.model:<18}{line.weights:<9}{line.concurrency:>7}{line.running:>9.0f}"
+            f"{line.measured:>10,.0f}{line.predicted:>11,.0f}{line.error:>+8.1%}"
+            f"{line.tpot_ms:>9.1f}{line.predicted_tpot_ms:>7.1f}{fitted if line.fitted else ''}"
         )
-        print(f"{line.gpu:<6}{line.model:<18}{line.weights:<9}{line.concurrency:>7}{line.running:>9.0f}{line.measured:>10,.0f}"
-              f"{line.predicted:>11,.0f}{line.error:>+8.1%}{line.tpot_ms:>9.1f}{line.predicted_tpot_ms:>7.1f}{note}")  # fmt: skip
-    print(
-        f"\nmean absolute error of the {sum(not line.fitted for line in found)} rows not fitted: {mean_absolute_error(found):.1%}"
-    )
+    others = sum(not line.fitted for line in found)
+    print(f"\nmean absolute error of the {others} rows not fitted: {mean_absolute_error(found):.1%}")
     for dtype in ("bf16", "fp8"):
         errors = [line.error for line in found if not line.fitted and line.weights == dtype]
         print(f"  {dtype}: mean error {sum(errors) / len(errors):+.1%} over {len(errors)} rows")

@@ -1,4 +1,4 @@
-"""`dfexp plan` and `dfexp capacity check`: read, compute, print. Returns exit statuses; raises DfexpError for the rest."""
+"""`dfexp plan` and `dfexp capacity check`: read, compute, print; exit statuses are returned, mistakes raised."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan(path: Path, overrides: Sequence[str], root: Path, *, as_json: bool, out
 
 
 def check_file(path: Path, *, as_json: bool, out: TextIO | None = None) -> int:
-    """`dfexp capacity check FILE`: predicted beside logged. Returns `Report.status`. Raises CapacityError: no such file."""
+    """`dfexp capacity check FILE`: predicted beside logged; returns `Report.status`. Raises CapacityError: no file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
@@ -52,7 +52,7 @@ def check_file(path: Path, *, as_json: bool, out: TextIO | None = None) -> int:
 
 
 def prepared_for(spec: RunSpec, root: Path) -> Prepared:
-    """The setting of a run's `plan` group; what it leaves open is measured on the run's prompts, where they can be read.
+    """The setting of a run's `plan` group; what it leaves open is measured on the run's prompts.
 
     Raises CapacityError: the file has no `plan` group, or its values are impossible.
     """
@@ -77,11 +77,13 @@ def opening(prompt: Prompt) -> str:
 
 def table(prepared: Prepared, made: Plan) -> str:
     """The plan for a reader."""
-    setting, model = prepared.setting, prepared.model
+    setting, model, completion = prepared.setting, prepared.model, prepared.setting.workload.completion
+    weights = f"{model.weights_bytes / 2**30:.1f} GiB {model.weight_dtype} ({model.weights_source})"
+    gpus = f"{setting.servers} server(s) x {setting.server.flags.tp_size} {setting.server.gpu.name}"
     lines = [
-        f"{model.shape.name}, weights {model.weights_bytes / 2**30:.1f} GiB {model.weight_dtype} ({model.weights_source})",
-        f"{setting.servers} server(s) x {setting.server.flags.tp_size} {setting.server.gpu.name}, sglang {setting.rules.version}; "
-        f"{setting.prompts:,} completions of {setting.workload.completion.mean:,.0f} tokens ({setting.workload.completion.label})",
+        f"{model.shape.name}, weights {weights}",
+        f"{gpus}, sglang {setting.rules.version}",
+        f"{setting.prompts:,} completions of {completion.mean:,.0f} tokens on average ({completion.label})",
         f"efficiency: {setting.efficiency.bandwidth:.2f} of bandwidth, {setting.efficiency.compute:.2f} of compute "
         f"({setting.efficiency.provenance})",
         "",

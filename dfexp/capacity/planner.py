@@ -294,8 +294,8 @@ def _changing(setting: Setting, *, without_radix: bool) -> list[Candidate]:
         altered = replace(setting, server=changed, free=free)
         search = _Search(altered)
         pool = search.best(radix=True) + (search.best(radix=False) if without_radix else [])
-        if pool:
-            found.append(candidate(altered, min(pool, key=lambda item: item[0])[1], setting))
+        winners = [candidate(altered, winner, setting) for winner in _winners(setting, pool)]
+        found += sorted(winners, key=lambda item: item.hours)[:1]
     return found
 
 

@@ -32,6 +32,10 @@ LOWEST_RESERVE = 0.14
 SLOTS_HELD = {"no_buffer": 2.0, "extra_buffer": 3.5, "extra_buffer_lazy": 3.0}
 """State slots that a running request was seen to hold; the lazy value is between the other two, not measured."""
 
+MANY_SIGMAS = 99.0
+LEAST_UNCERTAINTY = (0.05, 0.03)
+"""Of a calibration on one sample, which says nothing of other batch sizes, and on several."""
+
 LimitedBy = Literal["client concurrency", "request cap", "KV admission"]
 
 
@@ -185,7 +189,7 @@ def _steady(
         prefill_share=rate * prefill,
         tok_per_s=rate * completion,
         completions_per_s=rate,
-        retraction_sigmas=(plan.max_total_num_tokens - kept) / spread if spread else float("inf"),
+        retraction_sigmas=min(MANY_SIGMAS, (plan.max_total_num_tokens - kept) / spread) if spread else MANY_SIGMAS,
         uncertainty=efficiency.uncertainty,
         beyond_graph=running > largest_graph(server),
     )
@@ -210,7 +214,7 @@ def calibrate(
 ) -> Efficiency:
     """Efficiencies that reproduce the samples: the bandwidth's always, the compute's where `tpot_s` was measured too.
 
-    Samples of several batch sizes are averaged, and their spread becomes the uncertainty (never below 2 %).
+    Samples of several batch sizes are averaged; their spread becomes the uncertainty (never below 3 %, 5 % for one).
     Raises CapacityError: no samples, or a sample faster than the hardware's peak.
     """
     if not samples:
@@ -224,7 +228,12 @@ def calibrate(
             f"the samples need {bandwidth:.2f} of {server.gpu.name}'s peak bandwidth, which cannot be; "
             "check running, context and the weights' dtype."
         )
-    return Efficiency(bandwidth=bandwidth, compute=compute, provenance=provenance, uncertainty=max(0.02, spread))
+    return Efficiency(
+        bandwidth=bandwidth,
+        compute=compute,
+        provenance=provenance,
+        uncertainty=max(LEAST_UNCERTAINTY[len(found) > 1], spread),
+    )
 
 
 def _solve(server: Server, workload: Workload, sample: Sample, start: Efficiency) -> tuple[float, float]:

@@ -65,7 +65,7 @@ def plan(flags: Flags, version: Rules = OLD) -> MemoryPlan:
 
 @cache
 def early_completions() -> Lengths:
-    """Completions fitted on the first run's early figures: 438 of mean 2,473 after 280 s, 8 servers x 32 at 670 tok/s."""
+    """Fitted on the first setting's early figures: 438 of mean 2,473 after 280 s, 8 servers x 32 at 670 tok/s."""
     return fit_completions(completions=438 / 256, mean_completion=2473, generated=670 / 32 * 280, limit=8192 - 214)
 
 

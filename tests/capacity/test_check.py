@@ -130,7 +130,8 @@ def test_speculative_buffers_have_a_row_per_request_and_one_more() -> None:
 
 def test_a_model_without_state_has_tokens_and_a_cap() -> None:
     row = {
-        "id": "dense", "kind": "boot", "date": "2026-06-10", "charges_padding_slot": False, "tp": 2, "kv_dtype": "float8",
+        "id": "dense", "kind": "boot", "date": "2026-06-10", "charges_padding_slot": False, "tp": 2,
+        "kv_dtype": "float8",
         "shape": {"state_kind": None, "attention_layers": 40, "kv_heads": 8, "head_dim": 128},
         "inputs": {"pre_gib": 22.91, "post_gib": 10.0, "mem_fraction_static": 0.9, "max_running_requests": 1},
         "expected": {"max_total_num_tokens": 202093, "max_running_requests": 1, "k_gib": 3.85, "v_gib": 3.85},

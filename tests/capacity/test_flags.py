@@ -12,6 +12,7 @@ from dfexp.capacity.versions import rules, version_of
 from tests.capacity.support import MODEL, NEW, OLD
 
 GRANITE = load_model("granite-4.0-h-micro").shape
+STRATEGY = "mamba_radix_cache_strategy"
 DENSE = load_model("Qwen3-8B").shape
 
 
@@ -28,7 +29,7 @@ DENSE = load_model("Qwen3-8B").shape
         (
             "0.5.23",
             MODEL.shape,
-            {"mamba_radix_cache_strategy": "extra_buffer_lazy"},
+            {STRATEGY: "extra_buffer_lazy"},
             ("extra_buffer_lazy", True, True, 4),
         ),
         ("0.5.12", MODEL.shape, {"disable_radix_cache": True}, ("no_buffer", False, True, 1)),
@@ -48,16 +49,16 @@ def test_what_a_version_makes_of_the_flags(
 @pytest.mark.parametrize(
     ("version", "shape", "flags", "says"),
     [
-        ("0.5.12", MODEL.shape, {"mamba_radix_cache_strategy": "extra_buffer_lazy"}, "does not have it"),
-        ("0.5.12", MODEL.shape, {"mamba_radix_cache_strategy": "extra_buffer", "disable_radix_cache": True}, "Use no_buffer"),
-        ("0.5.12", GRANITE, {"mamba_radix_cache_strategy": "extra_buffer"}, "GraniteMoeHybrid"),
-        ("0.5.12", MODEL.shape, {"mamba_radix_cache_strategy": "no_buffer", "speculative_num_draft_tokens": 4}, "speculative"),
-        ("0.5.23", MODEL.shape, {"mamba_radix_cache_strategy": "no_buffer"}, "disable_overlap_schedule"),
+        ("0.5.12", MODEL.shape, {STRATEGY: "extra_buffer_lazy"}, "does not have it"),
+        ("0.5.12", MODEL.shape, {STRATEGY: "extra_buffer", "disable_radix_cache": True}, "Use no_buffer"),
+        ("0.5.12", GRANITE, {STRATEGY: "extra_buffer"}, "GraniteMoeHybrid"),
+        ("0.5.12", MODEL.shape, {STRATEGY: "no_buffer", "speculative_num_draft_tokens": 4}, "speculative"),
+        ("0.5.23", MODEL.shape, {STRATEGY: "no_buffer"}, "disable_overlap_schedule"),
         ("0.5.23", MODEL.shape,
-         {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True, "page_size": 64}, "page_size"),
+         {STRATEGY: "no_buffer", "disable_overlap_schedule": True, "page_size": 64}, "page_size"),
         ("0.5.23", MODEL.shape,
-         {"mamba_radix_cache_strategy": "extra_buffer_lazy", "disable_overlap_schedule": True}, "overlap scheduling on"),
-        ("0.5.23", DENSE, {"mamba_radix_cache_strategy": "extra_buffer"}, "no recurrent state"),
+         {STRATEGY: "extra_buffer_lazy", "disable_overlap_schedule": True}, "overlap scheduling on"),
+        ("0.5.23", DENSE, {STRATEGY: "extra_buffer"}, "no recurrent state"),
     ],
 )  # fmt: skip
 def test_what_a_version_refuses(version: str, shape: ModelShape, flags: dict[str, Any], says: str) -> None:
@@ -75,7 +76,7 @@ def test_what_a_version_refuses(version: str, shape: ModelShape, flags: dict[str
         ({"max_running_requests": 0}, "at least 1"),
         ({"max_running_requests": True}, "True"),
         ({"kv_cache_dtype": "fp4_e2m1"}, "fp4_e2m1"),
-        ({"mamba_radix_cache_strategy": "best"}, "best"),
+        ({STRATEGY: "best"}, "best"),
         ({"tp": 2, "tp_size": 2}, "twice"),
         ({"tp_size": 3, "dp_size": 2, "enable_dp_attention": True}, "dp_size = 2"),
         ({"chunked_prefill_size": 0}, "-1"),
@@ -113,7 +114,8 @@ def test_an_unknown_version_is_said(version: str) -> None:
     ("date", "padding", "version"),
     [
         ("2026-05-15", False, "0.5.12"), ("2026-06-15", False, "0.5.13"), ("2026-07-01", None, "0.5.14"),
-        ("2026-09-01", None, "0.5.18"), ("2026-09-01", False, "0.5.16"), ("2026-07-20", True, "0.5.18"), (None, None, "0.5.12"),
+        ("2026-09-01", None, "0.5.18"), ("2026-09-01", False, "0.5.16"), ("2026-07-20", True, "0.5.18"),
+        (None, None, "0.5.12"),
         ("2026", None, "0.5.12"),
     ],
 )  # fmt: skip

@@ -22,9 +22,11 @@ HYBRID: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "model_type": "qwen3_5",
     "text_config": {
-        "model_type": "qwen3_5_text", "num_hidden_layers": 64, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "model_type": "qwen3_5_text", "num_hidden_layers": 64,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
         "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
         "mamba_ssm_dtype": "float32", "hidden_size": 5120, "intermediate_size": 17408, "vocab_size": 248320,
         "attn_output_gate": True, "tie_word_embeddings": False, "max_position_embeddings": 262144, "dtype": "bfloat16",
     },
@@ -85,8 +87,8 @@ def test_the_text_part_beats_the_root() -> None:
 
 
 def test_latent_attention_keeps_one_vector() -> None:
-    config = {**LLAMA, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-              "v_head_dim": 128, "q_lora_rank": 1536}  # fmt: skip
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    config = {**LLAMA, "model_type": "deepseek_v3", "q_lora_rank": 1536, **latent}
     attention = from_config(config, "m").attention
     assert attention.token_bytes(1, 2) == attention.token_bytes(8, 2) == 32 * 576 * 2
 
@@ -181,7 +183,8 @@ def test_an_unknown_dtype_is_refused() -> None:
     ("name", "key"),
     [
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
-        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("B200", "b200"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("B200", "b200"),
     ],
 )  # fmt: skip
 def test_gpus_are_found_as_drivers_name_them(name: str, key: str) -> None:

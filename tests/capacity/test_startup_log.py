@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from dfexp.capacity.config import from_config
 from dfexp.capacity.flags import parse_flags
 from dfexp.capacity.memory import Free, plan_memory
-from dfexp.capacity.config import from_config
 from dfexp.capacity.startup_log import Startup, flags_of, read_server_info, read_startup
 from dfexp.capacity.units import GiB
 from dfexp.capacity.versions import rules
@@ -16,8 +16,9 @@ from tests.capacity.support import DATA, lines
 LOGS = DATA / "logs"
 CASES = {case["id"]: case for case in lines("cases.jsonl")}
 TINY = {
-    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4, "full_attention_interval": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4,
+    "full_attention_interval": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "hidden_size": 64,
     "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 8192,
 }  # fmt: skip

@@ -28,7 +28,7 @@ def test_one_efficiency_predicts_both_settings() -> None:
     for flags, concurrency, measured in ((BEFORE, 32, 670), (AFTER, 64, 1180)):
         got = predict(server(flags), plan(flags), found, workload(), concurrency=concurrency)
         print(
-            f"{concurrency} requests: measured {measured}, predicted {got.tok_per_s:.0f} ({got.tok_per_s / measured - 1:+.1%})"
+            f"{concurrency} requests: {measured} measured, {got.tok_per_s:.0f} predicted ({got.tok_per_s / measured - 1:+.1%})"
         )
         assert got.tok_per_s == pytest.approx(measured, rel=0.05)
         assert got.limited_by == "client concurrency"
@@ -97,7 +97,7 @@ def test_calibration_reproduces_its_samples_and_keeps_their_spread() -> None:
         samples.append(Sample(running=concurrency, context=got.context, tok_per_s=got.tok_per_s))
     found = calibrate(server(AFTER), workload(), samples, UNMEASURED, provenance="two samples")
     assert found.bandwidth == pytest.approx(0.6, abs=0.003)
-    assert found.uncertainty == pytest.approx(0.02)
+    assert found.uncertainty == pytest.approx(0.03)
     off = [samples[0], replace(samples[1], tok_per_s=samples[1].tok_per_s * 0.9)]
     assert calibrate(server(AFTER), workload(), off, UNMEASURED, provenance="two").uncertainty > 0.04
 

@@ -1,4 +1,4 @@
-"""GiB and decimal gigabytes cannot be mixed: one module converts, names carry the unit, mypy keeps the two types apart."""
+"""GiB and decimal gigabytes cannot be mixed: one module converts, names carry units, mypy keeps the types apart."""
 
 from __future__ import annotations
 

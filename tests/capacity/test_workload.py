@@ -79,7 +79,7 @@ def test_a_fit_returns_what_it_was_made_of() -> None:
 def test_the_later_counters_of_the_second_setting_are_predicted() -> None:
     later = early_figures(early_completions(), 1180 / 64 * 480)
     print(
-        f"after 480 s: {later.completions * 512:,.0f} completions (seen 1,397), mean {later.mean_completion:,.0f} (seen 2,660)"
+        f"after 480 s: {later.completions * 512:,.0f} completions of mean {later.mean_completion:,.0f} (seen 1,397, 2,660)"
     )
     assert later.completions * 512 == pytest.approx(1397, rel=0.05)
     assert later.mean_completion == pytest.approx(2660, rel=0.05)
@@ -90,8 +90,16 @@ def test_contradicting_figures_are_refused() -> None:
         fit_completions(completions=2, mean_completion=2000, generated=3000, limit=8000)
 
 
-@pytest.mark.parametrize("call", [lambda: constant(0), lambda: measured([]), lambda: measured([0]), lambda: log_normal(0, 1, limit=10),
-                                  lambda: sigma_of(600, 150)])  # fmt: skip
+IMPOSSIBLE = (
+    lambda: constant(0),
+    lambda: measured([]),
+    lambda: measured([0]),
+    lambda: log_normal(0, 1, limit=10),
+    lambda: sigma_of(600, 150),
+)
+
+
+@pytest.mark.parametrize("call", IMPOSSIBLE)
 def test_impossible_lengths_are_refused(call: object) -> None:
     with pytest.raises(CapacityError):
         call()  # type: ignore[operator]
