@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from dfexp import control, display, fleet, generate, notebook, params, prompts
 from dfexp.errors import ControlError, DfexpError, FleetError, ParamsError, RunError, RunStopped
 from dfexp.layout import FleetFolder, RunFolder, project_root
 from dfexp.params import RunSpec
+from dfexp.records import ServerLimits
 
 NOTEBOOKS = ("01_launch_fleet", "02_capacity", "03_generate", "04_report")
 EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 0, 1, 2, 3
@@ -72,10 +73,8 @@ def check(args: argparse.Namespace) -> int:
     spec = params.load(args.params, args.set)
     reading = prompts.read(spec.prompts, project_root())
     kept = sum(1 for _ in reading)
-    dropped = dict(reading.dropped_by_reason)
-    print(
-        f"{args.params}: right. run {spec.run!r}, engine {spec.fleet.engine}, {kept} prompts, dropped: {dropped or 'none'}"
-    )
+    dropped = ", ".join(f"{count} {reason}" for reason, count in reading.dropped_by_reason.items()) or "none"
+    print(f"{args.params} is right: run {spec.run!r}, engine {spec.fleet.engine}, {kept} prompts, dropped: {dropped}")
     return EXIT_OK
 
 
@@ -118,14 +117,12 @@ def fleet_up(args: argparse.Namespace) -> int:
     spec, root = params.load(args.params, args.set), project_root()
     the_fleet, started = fleet.up(spec, root)
     the_fleet.wait_ready(spec.fleet.start_timeout_s)
-    print(
-        f"fleet {the_fleet.name!r} {'launched' if started else 'was running already'}; stop it: dfexp fleet down {the_fleet.name}"
-    )
+    print(f"{'launched' if started else 'running already'}; stop it with: dfexp fleet down {the_fleet.name}")
     return _print_fleet(the_fleet)
 
 
 def fleet_status(args: argparse.Namespace) -> int:
-    """`dfexp fleet status [NAME]`."""
+    """`dfexp fleet status [NAME]`: each server, its process and its room."""
     root = project_root()
     folders = [_fleet_folder(args.name, root, args.outputs)] if args.name else fleet.list_fleets(root, args.outputs)
     for folder in folders:
@@ -136,12 +133,9 @@ def fleet_status(args: argparse.Namespace) -> int:
 
 
 def fleet_down(args: argparse.Namespace) -> int:
-    """`dfexp fleet down NAME`."""
+    """`dfexp fleet down NAME`: stop the servers that this fleet started, also under a run with --force."""
     the_fleet = fleet.attach(_fleet_folder(args.name, project_root(), args.outputs))
-    holder = the_fleet.lease_holder()
-    if holder is not None and not args.force:
-        raise FleetError(f"fleet {the_fleet.name!r} is in use by {holder}. Stop that first, or say --force.")
-    print("\n".join(the_fleet.down(args.drain_s)))
+    print("\n".join(the_fleet.down(args.drain_s, force=args.force)))
     return EXIT_OK
 
 
@@ -168,9 +162,8 @@ def _conclude(folder: RunFolder) -> int:
     """The last lines of a run: every row accounted for, and where things are."""
     found = control.read_status(folder) or {}
     asked, done, failed = (found.get(key, 0) for key in ("asked", "done", "failed"))
-    print(
-        f"run {folder.name!r} {found.get('state')}: {done} succeeded + {failed} failed = {done + failed} of {asked} asked"
-    )
+    counts = f"{done} succeeded + {failed} failed = {done + failed} of {asked} asked"
+    print(f"run {folder.name!r} {found.get('state')}: {counts}")
     print(f"  completions  {folder.completions}")
     print(f"  report       {folder.notebooks / '04_report.html'}")
     print(f"  tables       {folder.report}")
@@ -237,11 +230,9 @@ def _print_fleet(the_fleet: fleet.Fleet) -> int:
     states = the_fleet.status()
     print(f"fleet {the_fleet.name} ({the_fleet.engine.name}), {the_fleet.folder.path}")
     for each in states:
-        cap = each.limits.max_running_requests if each.limits else None
-        context = each.limits.context_length if each.limits else None
-        print(
-            f"  {each.url:<28}{each.state:<12}pid {each.pid or '-':<9}requests {cap or '?'}  context {context or '?'}  {each.detail}"
-        )
+        limits = each.limits or ServerLimits()
+        room = f"requests {limits.max_running_requests or '?':<5}context {limits.context_length or '?':<8}"
+        print(f"  {each.url:<28}{each.state:<12}pid {each.pid or '-':<9}{room}{each.detail}")
     return EXIT_OK if all(each.state == "ready" for each in states) else EXIT_FAILED
 
 
@@ -274,46 +265,32 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dfexp", description=dfexp.__doc__)
     parser.add_argument("--version", action="version", version=f"dfexp {dfexp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def command(group: Any, name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        summary = (call.__doc__ or "").splitlines()[0]
-        made: argparse.ArgumentParser = group.add_parser(name, help=summary, description=summary)
-        made.set_defaults(call=call)
-        return made
-
-    def with_params(group: Any, name: str, call: Callable[[argparse.Namespace], int]) -> None:
-        made = command(group, name, call)
-        made.add_argument("params", type=Path, metavar="PARAMS", help="parameter file, such as params/demo.yaml")
-        made.add_argument(
-            "--set", action="append", default=[], metavar="GROUP.KEY=VALUE", help="lay a value over the file"
-        )
-
-    with_params(commands, "run", run)
-    resumed = command(commands, "resume", resume)
-    resumed.add_argument("run", metavar="RUN", help="name or folder of the run")
-    resumed.add_argument("--set", action="append", default=[], metavar="GROUP.KEY=VALUE")
-    resumed.add_argument("--retry-failed", nargs="*", metavar="KIND", help="try failed rows again: all, or these kinds")
-    with_params(commands, "check", check)
-    for name, call in (("status", status), ("stop", stop), ("report", report)):
-        made = command(commands, name, call)
-        made.add_argument(
-            "run", metavar="RUN", nargs="?" if name == "status" else None, help="name or folder of the run"
-        )
-        if name == "status":
-            made.add_argument("--outputs", default="outputs")
-        if name == "stop":
-            made.add_argument("--now", action="store_true", help="cut off requests in flight")
-    group = commands.add_parser("fleet", help="servers: up, status, down").add_subparsers(
+    fleets = commands.add_parser("fleet", help="servers: up, status, down").add_subparsers(
         metavar="ACTION", required=True
     )
-    with_params(group, "up", fleet_up)
-    for name, call in (("status", fleet_status), ("down", fleet_down)):
-        made = command(group, name, call)
-        made.add_argument("name", metavar="NAME", nargs="?" if name == "status" else None, help="name of the fleet")
-        made.add_argument("--outputs", default="outputs", help="folder of all runs and fleets")
-        if name == "down":
-            made.add_argument("--drain-s", type=float, default=10.0, help="seconds that requests in flight get")
-            made.add_argument("--force", action="store_true", help="also when a run uses it")
+    setting = ("--set", {"action": "append", "default": [], "metavar": "GROUP.KEY=VALUE", "help": "wins over the file"})
+    params_file = ("params", {"type": Path, "metavar": "PARAMS", "help": "parameter file, such as params/demo.yaml"})
+    one_run = ("run", {"metavar": "RUN", "help": "name or folder of a run"})
+    one_fleet = ("name", {"metavar": "NAME", "help": "name of a fleet"})
+    outputs = ("--outputs", {"default": "outputs", "help": "folder of all runs and fleets"})
+    kinds = {"nargs": "*", "metavar": "KIND", "help": "send failed rows again: all, or these kinds"}
+    drain = ("--drain-s", {"type": float, "default": 10.0, "help": "seconds that requests in flight get"})
+    for group, name, call, arguments in (
+        (commands, "run", run, (params_file, setting)),
+        (commands, "resume", resume, (one_run, setting, ("--retry-failed", kinds))),
+        (commands, "check", check, (params_file, setting)),
+        (commands, "status", status, ((one_run[0], {**one_run[1], "nargs": "?"}), outputs)),
+        (commands, "stop", stop, (one_run, ("--now", {"action": "store_true", "help": "cut off requests in flight"}))),
+        (commands, "report", report, (one_run,)),
+        (fleets, "up", fleet_up, (params_file, setting)),
+        (fleets, "status", fleet_status, ((one_fleet[0], {**one_fleet[1], "nargs": "?"}), outputs)),
+        (fleets, "down", fleet_down, (one_fleet, outputs, drain, ("--force", {"action": "store_true"}))),
+    ):
+        summary = str(call.__doc__).splitlines()[0]
+        made = group.add_parser(name, help=summary.partition(": ")[2] or summary, description=summary)
+        made.set_defaults(call=call)
+        for flag, options in arguments:
+            made.add_argument(flag, **options)
     return parser
 
 

@@ -13,8 +13,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,16 +21,14 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from dfexp.errors import (
-    AccessDenied,
     BadAnswer,
     ConnectionLost,
     PromptTooLong,
-    RateLimited,
     Refused,
     RequestError,
-    ServerFault,
     TimedOut,
     Unreachable,
+    of_status,
 )
 from dfexp.jsonl import repair_text
 from dfexp.records import Answer, Message
@@ -84,7 +81,7 @@ def first_max_tokens(messages: Sequence[Message], context_length: int | None, ca
 
 
 class ServerClient:
-    """A ready client of one server. An async context manager; safe for any number of requests at once."""
+    """A ready client of one server; close it with `aclose`. Safe for any number of requests at once."""
 
     def __init__(self, *, url: str, key: str | None, model: str, connections: int) -> None:
         """Args: url without /v1; key or None; model name to send; connections, the most requests in flight."""
@@ -153,17 +150,9 @@ class ServerClient:
             raise BadAnswer(f"the answer is not JSON: {error}") from error
         return _read(reply, max_tokens, submitted_at, time.monotonic() - start)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close all connections."""
         await self._openai.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 class _SizesNamed(RequestError):
@@ -192,10 +181,10 @@ def _read(reply: Any, max_tokens: int | None, submitted_at: float, latency_s: fl
         flags.append("surrogates_repaired")
     if not text.strip():
         flags.append("empty")
-    finish_reason = choices[0].finish_reason
+    ended = choices[0].finish_reason
     return Answer(
         text=text,
-        finish_reason=finish_reason if isinstance(finish_reason, str) else None,
+        finish_reason=ended if isinstance(ended, str) else None,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         max_tokens=max_tokens,
@@ -249,17 +238,11 @@ def _raise_for_status(error: openai.APIStatusError) -> NoReturn:
         raise _SizesNamed(words, status=status, sizes=sizes) from error
     if status in (400, 413, 422, 500) and _TOO_LONG.search(words):
         raise PromptTooLong(words, status=status) from error
-    if status == 429 or (status == 503 and retry_after_s is not None):
-        raise RateLimited(words, status=status, retry_after_s=retry_after_s) from error
-    if status == 408:
-        raise TimedOut(words, status=status) from error
-    if status in (401, 403, 404):
-        raise AccessDenied(words, status=status) from error
-    raise (ServerFault if status >= 500 else Refused)(words, status=status) from error
+    raise of_status(status, words, retry_after_s) from error
 
 
 def context_sizes(words: str, body: object = None) -> Sizes | None:
-    """The sizes of prompt and context that a refusal names, in its fields (llama.cpp) or in its words (SGLang, vLLM)."""
+    """The sizes of prompt and context that a refusal names: in fields (llama.cpp) or in words (SGLang, vLLM)."""
     fields = body.get("error", body) if isinstance(body, Mapping) else None
     if isinstance(fields, Mapping):
         prompt, context = fields.get("n_prompt_tokens"), fields.get("n_ctx")

@@ -41,7 +41,7 @@ class FingerprintError(ShardError):
 
 
 class CorruptShardError(ShardError):
-    """A file holds bytes that no interrupted write can explain (a torn middle line, an index twice, a changed shard)."""
+    """A file holds what no interrupted write explains: a torn middle line, an index twice, a changed shard."""
 
 
 class StorageError(ShardError):
@@ -61,7 +61,7 @@ class RunError(DfexpError):
 
 
 class RunStopped(RunError):
-    """A run was asked to stop before its last row. All rows reported done are on disk; the message says how to resume."""
+    """A run was asked to stop before its last row. Rows reported done are on disk; the message says how to resume."""
 
 
 class NotebookError(DfexpError):
@@ -71,11 +71,9 @@ class NotebookError(DfexpError):
 class RequestError(DfexpError):
     """One request did not give a completion.
 
-    Class attributes:
-        kind: short stable name, used in failures.jsonl and in the counts of a report.
-        retryable: the same row may succeed when it is sent again, best to another server.
-        counts_as_attempt: the failure may be the row's own fault, so it uses up one of its attempts.
-        stops_run: every other row would fail in the same way, so the run stops instead of burning the list.
+    Class attributes: `kind`, a short stable name for failures.jsonl and counts; `retryable`, the same row may succeed
+    when it is sent again; `counts_as_attempt`, the failure may be the row's own fault and uses up one of its attempts;
+    `stops_run`, every other row would fail in the same way.
     """
 
     kind: ClassVar[str] = "error"
@@ -84,7 +82,7 @@ class RequestError(DfexpError):
     stops_run: ClassVar[bool] = False
 
     def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
-        """Args: message in the server's words where there are any; status, the HTTP status; retry_after_s in seconds."""
+        """Args: message, the server's words where there are any; status, of HTTP; retry_after_s, seconds to wait."""
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
@@ -103,13 +101,13 @@ class ConnectionLost(RequestError):
 
 
 class TimedOut(RequestError):
-    """No whole answer within the time that the longest allowed answer can take."""
+    """No whole answer within the time that the longest allowed answer can take, or HTTP 408."""
 
     kind, retryable = "timeout", True
 
 
 class RateLimited(RequestError):
-    """HTTP 429, or 503 with Retry-After: the server asks to wait; `retry_after_s` says how long where it is given."""
+    """HTTP 429, or 503 with Retry-After: the server asks to wait."""
 
     kind, retryable, counts_as_attempt = "rate_limited", True, False
 
@@ -121,7 +119,7 @@ class ServerFault(RequestError):
 
 
 class BadAnswer(RequestError):
-    """HTTP 200 whose body is not a chat completion (HTML of a proxy, truncated JSON, wrong types)."""
+    """HTTP 200 whose body is not what was asked for (HTML of a proxy, truncated JSON, wrong types), or a redirect."""
 
     kind, retryable = "bad_answer", True
 
@@ -133,7 +131,7 @@ class PromptTooLong(RequestError):
 
 
 class Refused(RequestError):
-    """HTTP 400, 409, 413 or 422: the server will not take this request, now or later."""
+    """HTTP 4xx: the server will not take this request, now or later."""
 
     kind = "refused"
 
@@ -142,3 +140,19 @@ class AccessDenied(RequestError):
     """HTTP 401, 403 or 404: key, route or model name is wrong for every row alike."""
 
     kind, stops_run = "access_denied", True
+
+
+def of_status(status: int, message: str, retry_after_s: float | None = None) -> RequestError:
+    """The error that an HTTP status other than 2xx stands for."""
+    kind: type[RequestError]
+    if status == 429 or (status == 503 and retry_after_s is not None):
+        kind = RateLimited
+    elif status == 408:
+        kind = TimedOut
+    elif status in (401, 403, 404):
+        kind = AccessDenied
+    elif status >= 500:
+        kind = ServerFault
+    else:
+        kind = Refused if status >= 400 else BadAnswer
+    return kind(message, status=status, retry_after_s=retry_after_s)

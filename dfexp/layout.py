@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -19,85 +18,29 @@ def project_root(start: Path | None = None) -> Path:
     return start
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The files of one run, `outputs/<run>/`."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The run's name."""
-        return self.path.name
-
-    @property
-    def run_json(self) -> Path:
-        """Resolved parameters, versions, hardware, fingerprints."""
-        return self.path / "run.json"
-
-    @property
-    def prompts(self) -> Path:
-        """The frozen prompts; line i is index i."""
-        return self.path / "prompts.jsonl"
-
-    @property
-    def control(self) -> Path:
-        """Commands to the running process, its status and its answers."""
-        return self.path / "control"
-
-    @property
-    def completions(self) -> Path:
-        """Shards, done-set, failures, manifest."""
-        return self.path / "completions"
-
-    @property
-    def events(self) -> Path:
-        """Launches, crashes, restarts, findings."""
-        return self.path / "events.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """What the generating process printed."""
-        return self.path / "generate.log"
-
-    @property
-    def notebooks(self) -> Path:
-        """Executed notebooks and their HTML."""
-        return self.path / "notebooks"
-
-    @property
-    def report(self) -> Path:
-        """Tables as CSV and JSON, figures."""
-        return self.path / "report"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.run_json = path / "run.json"  # resolved parameters, versions, hardware, fingerprints
+        self.prompts = path / "prompts.jsonl"  # the frozen prompts; line i is index i
+        self.control = path / "control"  # commands to the running process, its status and its answers
+        self.completions = path / "completions"  # shards, done-set, failures, manifest
+        self.events = path / "events.jsonl"  # launches, crashes, restarts, findings
+        self.log = path / "generate.log"  # what the generating process printed
+        self.notebooks = path / "notebooks"  # executed notebooks and their HTML
+        self.report = path / "report"  # tables as CSV and JSON
 
 
-@dataclass(frozen=True, slots=True)
 class FleetFolder:
     """The files of one fleet, `outputs/fleets/<name>/`."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The fleet's name."""
-        return self.path.name
-
-    @property
-    def fleet_json(self) -> Path:
-        """Servers: url, argv, pid and process start time, log path."""
-        return self.path / "fleet.json"
-
-    @property
-    def key(self) -> Path:
-        """The API key, mode 0600."""
-        return self.path / "key"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the run that uses the fleet."""
-        return self.path / "lock"
-
-    @property
-    def logs(self) -> Path:
-        """One log a server, mode 0600."""
-        return self.path / "logs"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.fleet_json = path / "fleet.json"  # servers: url, argv, pid and start stamp, log path
+        self.key = path / "key"  # the API key, mode 0600
+        self.lock = path / "lock"  # held by the run that uses the fleet
+        self.logs = path / "logs"  # one log a server, mode 0600

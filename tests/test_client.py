@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from dfexp import errors
 from dfexp.client import ServerClient, Sizes, context_sizes, first_max_tokens
 from dfexp.records import Answer
-from tests.scripted_server import Cut, Hang, Raw, ScriptedServer, Script, chat, error
+from tests.scripted_server import Cut, Hang, Raw, Script, ScriptedServer, chat, error
 
 MESSAGES = ({"role": "user", "content": "hi"},)
 
@@ -21,11 +22,11 @@ MESSAGES = ({"role": "user", "content": "hi"},)
 async def ask(
     script: Script, *, max_tokens: int | None = 16, context: int | None = None, timeout_s: float = 5.0
 ) -> Answer:
-    async with ScriptedServer(script) as server:
-        async with ServerClient(url=server.url, key="sk-test", model="m", connections=4) as client:
-            return await client.complete(
-                MESSAGES, max_tokens=max_tokens, context_length=context, timeout_s=timeout_s, sampling={"top_k": 1}
-            )
+    async with (
+        ScriptedServer(script) as server,
+        aclosing(ServerClient(url=server.url, key="sk-test", model="m", connections=4)) as client,
+    ):
+        return await client.complete(MESSAGES, max_tokens=max_tokens, context_length=context, timeout_s=timeout_s)
 
 
 async def test_a_good_answer_has_text_counts_and_timing() -> None:
@@ -38,7 +39,7 @@ async def test_a_good_answer_has_text_counts_and_timing() -> None:
 
 async def test_the_request_carries_key_model_sampling_and_max_tokens() -> None:
     async with ScriptedServer(lambda body, n: chat()) as server:
-        async with ServerClient(url=server.url, key="sk-test", model="m", connections=4) as client:
+        async with aclosing(ServerClient(url=server.url, key="sk-test", model="m", connections=4)) as client:
             await client.complete(MESSAGES, max_tokens=9, timeout_s=5, sampling={"top_k": 3, "seed": 4})
         (body,) = server.bodies
         assert body == {"model": "m", "messages": [dict(MESSAGES[0])], "max_tokens": 9, "top_k": 3, "seed": 4}
@@ -104,7 +105,7 @@ async def test_bytes_that_are_no_http_are_a_bad_answer_or_a_lost_connection() ->
 
     server = await asyncio.start_server(babble, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server, ServerClient(url=url, key=None, model="m", connections=1) as client:
+    async with server, aclosing(ServerClient(url=url, key=None, model="m", connections=1)) as client:
         with pytest.raises((errors.BadAnswer, errors.ConnectionLost)) as caught:
             await client.complete(MESSAGES, max_tokens=1, timeout_s=5)
     assert caught.value.retryable
@@ -114,7 +115,7 @@ async def test_a_closed_port_is_unreachable() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    async with ServerClient(url=url, key=None, model="m", connections=1) as client:
+    async with aclosing(ServerClient(url=url, key=None, model="m", connections=1)) as client:
         with pytest.raises(errors.Unreachable):
             await client.complete(MESSAGES, max_tokens=1, timeout_s=5)
 
@@ -152,8 +153,8 @@ async def test_two_refusals_are_final() -> None:
 @pytest.mark.parametrize(
     ("message", "text", "flag"),
     [
-        ({"content": "four", "reasoning_content": "two and two"}, "<think>\ntwo and two\n</think>\n\nfour", "reasoning_rejoined"),
-        ({"content": "four", "reasoning": "two and two"}, "<think>\ntwo and two\n</think>\n\nfour", "reasoning_rejoined"),
+        ({"content": "4", "reasoning_content": "two twos"}, "<think>\ntwo twos\n</think>\n\n4", "reasoning_rejoined"),
+        ({"content": "4", "reasoning": "two twos"}, "<think>\ntwo twos\n</think>\n\n4", "reasoning_rejoined"),
         ({"content": None, "reasoning_content": "cut"}, "<think>\ncut\n</think>\n\n", "reasoning_rejoined"),
         ({"content": ""}, "", "empty"),
         ({"content": None}, "", "empty"),
@@ -181,7 +182,7 @@ async def test_separators_and_nul_survive() -> None:
 
 async def test_more_requests_than_the_default_pool_run_at_once() -> None:
     async with ScriptedServer(lambda body, n: chat(), delay_s=2.0) as server:
-        async with ServerClient(url=server.url, key=None, model="m", connections=1200) as client:
+        async with aclosing(ServerClient(url=server.url, key=None, model="m", connections=1200)) as client:
             await asyncio.gather(*(client.complete(MESSAGES, max_tokens=1, timeout_s=60) for _ in range(1200)))
         assert server.most_in_flight > 1000
 
@@ -209,11 +210,11 @@ def test_short_prompts_lose_little_room_and_long_ones_are_tried_with_hope() -> N
     [
         (OVER, Sizes(300, 8192)),
         ("The input (9012 tokens) is longer than the model's context length (8192 tokens).", Sizes(9012, 8192)),
-        ("This model's maximum context length is 4096 tokens. However, you requested 5000 tokens (1000 in the messages, "
-         "4000 in the completion).", Sizes(1000, 4096)),
-        ("'max_tokens' or 'max_completion_tokens' is too large: 8000. This model's maximum context length is 8192 tokens "
-         "and your request has 500 input tokens (8000 > 8192 - 500).", Sizes(500, 8192)),
-        ("request (5000 tokens) exceeds the available context size (2048 tokens), try increasing it", Sizes(5000, 2048)),
+        ("This model's maximum context length is 4096 tokens. However, you requested 5000 tokens (1000 in the "
+         "messages, 4000 in the completion).", Sizes(1000, 4096)),
+        ("'max_tokens' or 'max_completion_tokens' is too large: 8000. This model's maximum context length is 8192 "
+         "tokens and your request has 500 input tokens (8000 > 8192 - 500).", Sizes(500, 8192)),
+        ("request (5000 tokens) exceeds the available context size (2048 tokens)", Sizes(5000, 2048)),
         ("temperature must be at most 2", None),
     ],
 )  # fmt: skip

@@ -9,25 +9,16 @@ from typing import Any
 
 from dfexp.errors import StorageError
 from dfexp.jsonl import AppendLog
-from dfexp.layout import RunFolder
 
 
-class EventLog:
+class EventLog(AppendLog):
     """Appends events and repeats each in the process log. A disk that refuses one does not stop the run."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        """Open the log of a run. Raises StorageError."""
-        self._log = AppendLog(folder.events)
 
     def record(self, event: str, *, server: str | None = None, **details: Any) -> None:
         """Append one event with the time of now; `details` must be JSON."""
         entry = {"at": time.time(), "event": event, "server": server, **details}
         with contextlib.suppress(StorageError):
-            self._log.append([entry])
+            self.append([entry])
         told = " ".join(f"{key}={value}" for key, value in entry.items() if key != "at" and value is not None)
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {told}\n")
         sys.stderr.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._log.close()

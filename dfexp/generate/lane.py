@@ -15,6 +15,7 @@ from dfexp.engines import get_text, probe
 from dfexp.errors import DfexpError, RequestError, TimedOut, Unreachable
 from dfexp.fleet import Fleet, Server
 from dfexp.generate.events import EventLog
+from dfexp.params import RunSpec
 from dfexp.records import ServerLimits
 
 UNKNOWN_CAP = 16
@@ -39,15 +40,14 @@ class Lane:
         fleet: Fleet,
         server: Server,
         limits: ServerLimits | None,
-        *,
         model: str,
-        concurrency: int | None,
-        start_timeout_s: float,
+        spec: RunSpec,
         events: EventLog,
     ) -> None:
-        """Args: limits, None when the server did not answer; concurrency, None to follow the server's own cap."""
+        """Args: limits, None when the server does not answer."""
         self._fleet, self._events, self._model = fleet, events, model
-        self._concurrency, self._start_timeout_s = concurrency, start_timeout_s
+        self._concurrency = None if spec.generation.concurrency == "auto" else spec.generation.concurrency
+        self._start_timeout_s = spec.fleet.start_timeout_s
         self.name, self.url = server.name, server.url
         self.owned = server.argv is not None
         self.limits = limits or ServerLimits()
@@ -129,10 +129,6 @@ class Lane:
                 await self._bring_back("its process died")
             elif self.state == "suspect" or time.monotonic() - self._last_sign > _HEALTH_EVERY_S:
                 await self._check()
-
-    async def close(self) -> None:
-        """Close the client's connections."""
-        await self.client.close()
 
     async def _check(self) -> None:
         """One look at the health page: any answer is a sign of life; silence three times in a row is a hang."""

@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import signal
 import time
+import traceback
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from dfexp import control
 from dfexp.errors import AccessDenied, RateLimited, RequestError, StorageError, Unreachable
+from dfexp.fleet import Fleet
 from dfexp.generate.events import EventLog
+from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
 from dfexp.generate.progress import Progress
 from dfexp.generate.recorder import Recorder
 from dfexp.generate.verdicts import FailureStreak, is_final, retry_wait_s
 from dfexp.generate.work import Job, WorkQueue
 from dfexp.layout import RunFolder
-from dfexp.params import GenerationGroup
+from dfexp.params import RunSpec
 from dfexp.processes import ProcessId
 from dfexp.prompts import FrozenPrompts
-from dfexp.records import Answer, Completion, Failure, Prompt
+from dfexp.records import Answer, Completion, Failure, Prompt, ServerLimits
 from dfexp.shards import Shards
 
 TICK_S = 0.1
@@ -35,26 +40,29 @@ MOST_FAILURES_IN_A_ROW = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a run works with; whoever made it closes it."""
+    """What a run works with; whoever made it closes it. `limits` is by server, None for one that does not answer."""
 
     folder: RunFolder
-    generation: GenerationGroup
-    sampling: Mapping[str, Any]
+    spec: RunSpec
+    fleet: Fleet
+    model: str
+    limits: Mapping[str, ServerLimits | None]
     config_id: str
     prompts: FrozenPrompts
     shards: Shards
-    lanes: tuple[Lane, ...]
     events: EventLog
     me: ProcessId
     owner: ProcessId | None
 
 
 class Loop:
-    """One run of the generation loop. `run` returns the final state: ended, stopped or failed."""
+    """One run of the generation loop, with one lane per server."""
 
     def __init__(self, setup: Setup, queue: WorkQueue) -> None:
         """Args: queue, the rows to do."""
-        self._s, self._queue = setup, queue
+        self._s, self._queue, self._generation = setup, queue, setup.spec.generation
+        self._fields = request_fields(self._generation)
+        self._lanes: list[Lane] = []
         self._started_at, self._started = time.time(), time.monotonic()
         self._done_before = setup.shards.done
         self._recorder = Recorder(setup.shards, setup.events)
@@ -73,22 +81,42 @@ class Loop:
         if self._state == "running":
             self._state, self._reason = "draining", reason
             self._s.events.record("stop_asked", detail=reason, in_flight=self._in_flight)
-            self._drain_until = time.monotonic() + self._s.generation.drain_s
+            self._drain_until = time.monotonic() + self._generation.drain_s
         if now:
             self._drain_until = time.monotonic()
         self._wake.set()
 
-    def signalled(self) -> None:
+    def _signalled(self) -> None:
         """A signal came: ask to stop; a second one cuts off the requests in flight."""
         self.ask_to_stop("a signal asked to stop", now=self._state != "running")
 
     async def run(self) -> tuple[str, str | None]:
-        """Work until the end. Returns the final state and, unless it ended, why."""
+        """Work until the end, and write the last status. Returns the state (ended, stopped, failed) and why."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+        async with AsyncExitStack() as stack:
+            for server in self._s.fleet.servers:
+                lane = Lane(
+                    self._s.fleet, server, self._s.limits[server.name], self._s.model, self._s.spec, self._s.events
+                )
+                stack.push_async_callback(lane.client.aclose)
+                self._lanes.append(lane)
+            try:
+                state, self._reason = await self._work()
+            except Exception as error:  # a defect: what is done is safe, and the status must say why it ended
+                state, self._reason = "failed", f"{type(error).__name__}: {error}"
+                traceback.print_exc()
+            self._write_status(state)
+            return state, self._reason
+
+    async def _work(self) -> tuple[str, str | None]:
         recorder = asyncio.create_task(self._recorder.run())
-        watches = [asyncio.create_task(lane.watch()) for lane in self._s.lanes]
+        watches = [asyncio.create_task(lane.watch()) for lane in self._lanes]
         try:
             while not self._is_over():
-                self._crashed(recorder, *watches)
+                for task in (recorder, *watches):
+                    if task.done() and (defect := task.exception()) is not None:
+                        raise defect
                 self._obey()
                 self._look_after_the_fleet()
                 self._feed()
@@ -104,10 +132,10 @@ class Loop:
 
     @property
     def _in_flight(self) -> int:
-        return sum(len(lane.tasks) for lane in self._s.lanes)
+        return sum(len(lane.tasks) for lane in self._lanes)
 
     def _all_tasks(self) -> list[asyncio.Task[None]]:
-        return [task for lane in self._s.lanes for task in lane.tasks]
+        return [task for lane in self._lanes for task in lane.tasks]
 
     def _is_over(self) -> bool:
         if self._in_flight == 0:
@@ -119,8 +147,8 @@ class Loop:
         if self._state != "running" or self._recorder.backlog > MOST_BACKLOG:
             return
         now = time.monotonic()
-        ready = [lane for lane in self._s.lanes if lane.has_room(now)]
-        serving = sum(lane.state == "ready" for lane in self._s.lanes)
+        ready = [lane for lane in self._lanes if lane.has_room(now)]
+        serving = sum(lane.state == "ready" for lane in self._lanes)
         while ready:
             for lane in list(ready):
                 job = self._queue.take(lane.name, now, alone=serving == 1)
@@ -143,10 +171,10 @@ class Loop:
 
     async def _serve(self, lane: Lane, job: Job) -> None:
         """One row at one server."""
-        generation, prompt = self._s.generation, self._s.prompts[job.index]
+        generation, prompt = self._generation, self._s.prompts[job.index]
         cap = None if generation.max_tokens == "fit" else generation.max_tokens
         context = lane.limits.context_length
-        sampling = dict(self._s.sampling)
+        sampling = dict(self._fields)
         if generation.seed is not None:
             sampling["seed"] = (generation.seed + job.index) % 2**31
         try:
@@ -164,7 +192,7 @@ class Loop:
 
     def _timeout_s(self, most_tokens: int | None) -> float:
         """A request may wait for a slot as long as one answer takes, and then be as slow as the slowest healthy one."""
-        return 60.0 + 2 * (most_tokens or 32768) / self._s.generation.slowest_tok_per_s
+        return 60.0 + 2 * (most_tokens or 32768) / self._generation.slowest_tok_per_s
 
     def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer) -> None:
         now = time.monotonic()
@@ -199,7 +227,7 @@ class Loop:
             lane.suspect()
         if error.stops_run and not self._progress.rows:
             self._fail(f"{lane.name}: {error}. Every row would fail like this one.")
-        if not is_final(error, job.attempt, self._s.generation.max_attempts):
+        if not is_final(error, job.attempt, self._generation.max_attempts):
             lane.failed()
             wait_s = retry_wait_s(error, job.attempt, self._draw)
             attempt = job.attempt + error.counts_as_attempt
@@ -229,25 +257,19 @@ class Loop:
             self._state = "failing"
             self._s.events.record("run_failed", detail=reason)
 
-    def _crashed(self, *tasks: asyncio.Task[None]) -> None:
-        """A supporting task that ended with an exception is a defect that must not pass in silence."""
-        for task in tasks:
-            if task.done() and not task.cancelled() and task.exception() is not None:
-                raise task.exception()  # type: ignore[misc]
-
     def _obey(self) -> None:
         """Commands from other processes, and the loss of the one that started this."""
         for command in control.take_commands(self._s.folder, self._s.me):
             if command.verb in (control.STOP, control.STOP_NOW):
                 self.ask_to_stop(command.args.get("reason", "asked to stop"), now=command.verb == control.STOP_NOW)
             control.answer(self._s.folder, command, {"state": self._state})
-        owner, policy = self._s.owner, self._s.generation.on_orphan
+        owner, policy = self._s.owner, self._generation.on_orphan
         if self._state == "running" and policy == "stop" and owner is not None and not owner.is_alive():
             self.ask_to_stop(f"the process that started this run ({owner.pid}) is gone")
 
     def _look_after_the_fleet(self) -> None:
         """Give up when no server is left that could come back, or when none has answered for too long."""
-        lanes = self._s.lanes
+        lanes = self._lanes
         if self._state != "running":
             return
         if all(lane.state == "given_up" for lane in lanes):
@@ -257,7 +279,7 @@ class Loop:
             return
         self._all_down_since = self._all_down_since or time.monotonic()
         silent_s = time.monotonic() - self._all_down_since
-        if silent_s > self._s.generation.give_up_s:
+        if silent_s > self._generation.give_up_s:
             self._fail(f"no server has answered for {silent_s:.0f} s (generation.give_up_s)")
 
     def _show(self) -> None:
@@ -265,11 +287,6 @@ class Loop:
         if time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + STATUS_EVERY_S
             self._write_status(self._state if self._state != "failing" else "draining")
-
-    def finished(self, state: str, reason: str | None) -> None:
-        """Write the last status."""
-        self._reason = reason
-        self._write_status(state)
 
     def _write_status(self, state: str) -> None:
         """Write the status file; a disk that refuses it does not stop the run."""
@@ -299,7 +316,7 @@ class Loop:
             "failures_by_kind": dict(self._progress.failures),
             "flags": dict(self._progress.flags),
             "disk_refuses": self._recorder.refusal,
-            "servers": [lane.status(now, rates["window_s"]) for lane in self._s.lanes],
+            "servers": [lane.status(now, rates["window_s"]) for lane in self._lanes],
         }
 
     async def _finish(self, recorder: asyncio.Task[None]) -> tuple[str, str | None]:
@@ -310,7 +327,7 @@ class Loop:
         if self._state != "failing":
             for failure in self._streak.flush():
                 self._recorder.add_failure(failure)
-        self._recorder.finish(within_s=max(5.0, self._s.generation.drain_s))
+        self._recorder.finish(within_s=max(5.0, self._generation.drain_s))
         try:
             await recorder
             await asyncio.to_thread(self._s.shards.seal)

@@ -97,6 +97,7 @@ def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = N
 
     Raises RunError when the process cannot start (its words are in the message) or one runs with other parameters;
     FleetError when the fleet is not up; and what `prepare` raises.
+
     """
     folder = prepare(spec, root)
     with _one_at_a_time(folder):

@@ -263,7 +263,7 @@ async def test_other_prompts_model_or_sampling_are_refused_and_nothing_changes(p
 async def test_joining_a_running_process_with_other_parameters_is_refused(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat(), delay_s=0.2) as server:
         folder = await project.start(project.spec([server.url], 1000))
-        assert await project.start(project.spec([server.url], 1000)) == folder
+        assert (await project.start(project.spec([server.url], 1000))).path == folder.path
         with pytest.raises(RunError, match=r"generation\.drain_s: 5\.0 -> 6\.0"):
             await project.start(project.spec([server.url], 1000, drain_s=6.0))
         await asyncio.to_thread(lambda: generate.stop(folder, reason="test", now=True))
