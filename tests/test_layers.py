@@ -20,6 +20,7 @@ ORDER = (
     "jsonl",
     "layout",
     "params_errors",
+    "params_plan",
     "params",
     "sources",
     "prompts",

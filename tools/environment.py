@@ -12,7 +12,7 @@ interrupted half-way, or whose Python has gone, is made anew.
 
 from __future__ import annotations
 
-import ast
+import configparser
 import contextlib
 import fcntl
 import hashlib
@@ -72,15 +72,35 @@ def count(lock: Path) -> int:
     return sum("==" in line for line in lock.read_text().splitlines())
 
 
+def pip_files(venv: Path) -> list[str]:
+    """The files that pip reads its settings from, the weakest first."""
+    found: dict[str, list[str]] = {"global": [], "user": [], "site": [], "env": []}
+    kind = ""
+    for line in run([python_of(venv), "-m", "pip", "config", "debug"]).splitlines():
+        if not line.startswith(" "):
+            kind = line.rstrip(":")
+        elif kind in found and line.endswith(", exists: True"):
+            found[kind].append(line.strip().removesuffix(", exists: True"))
+    return [path for paths in found.values() for path in paths]
+
+
 def pip_settings(venv: Path) -> dict[str, str]:
-    """How pip reaches packages on this machine, from its files and its variables; see PIP_KEPT."""
-    found: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
-    for line in run([python_of(venv), "-m", "pip", "config", "list"]).splitlines():
-        name, _, value = line.partition("=")
-        section, _, key = name.partition(".")
-        if section in found and key in PIP_KEPT:
-            found[section][key] = " ".join(str(ast.literal_eval(value)).split())
-    return found["global"] | found["install"] | found[":env:"]
+    """How pip reaches packages on this machine, from its files and its variables; see PIP_KEPT.
+
+    The files are read here, since `pip config list` shows nothing but one of them when they say `user = true`.
+    """
+    found: dict[str, str] = {}
+    files = configparser.RawConfigParser()
+    files.read(pip_files(venv), encoding="utf-8")
+    for section in ("global", "install"):
+        values = dict(files[section]) if section in files else {}
+        named = {key.replace("_", "-"): " ".join(value.split()) for key, value in values.items()}
+        found |= {key: value for key, value in named.items() if key in PIP_KEPT}
+    for name, value in os.environ.items():
+        key = name.removeprefix("PIP_").lower().replace("_", "-")
+        if name.startswith("PIP_") and key in PIP_KEPT and value:
+            found[key] = value
+    return found
 
 
 def clean_environment(venv: Path) -> dict[str, str]:
