@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from dfexp.errors import ParamsError
 from dfexp.params_errors import Says, explain, hide_secrets, shown
+from dfexp.params_plan import PlanGroup
 
 Name = Annotated[
     str,
@@ -175,6 +176,7 @@ class RunSpec(Group):
     generation: GenerationGroup = GenerationGroup()
     store: StoreGroup = StoreGroup()
     report: ReportGroup = ReportGroup()
+    plan: PlanGroup | None = Field(None, description="what `dfexp plan` needs to know; nothing else reads it")
 
     @model_validator(mode="before")
     @classmethod

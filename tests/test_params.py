@@ -99,9 +99,9 @@ UNREADABLE_FILES = {
     "key_twice": ":5:3: not valid YAML: key 'servers' is given twice. Keep one of the two.",
     "colon_in_text": ":3:15: not valid YAML: mapping values are not allowed here. Put a text that holds a colon in "
     "quotes, and line up the keys of a group.",
-    "a_list": " must hold `key: value` lines (run, outputs, fleet, prompts, generation, store, report); found "
+    "a_list": " must hold `key: value` lines (run, outputs, fleet, prompts, generation, store, report, plan); found "
     "[{run: 'wrong'}, 'fleet'].",
-    "empty": " must hold `key: value` lines (run, outputs, fleet, prompts, generation, store, report); found nothing.",
+    "empty": " must hold `key: value` lines (run, outputs, fleet, prompts, generation, store, report, plan); found nothing.",
     "latin1": " is not UTF-8 text: 'utf-8' codec can't decode byte 0xe9 in position 6: invalid continuation byte. "
     "Save it as UTF-8.",
 }

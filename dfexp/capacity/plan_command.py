@@ -1,15 +1,13 @@
-"""`dfexp plan` and `dfexp capacity check`: read, compute, print; exit statuses are returned, mistakes raised."""
+"""`dfexp plan` and `dfexp capacity check`: read, compute, and say it as text."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from dfexp import params, prompts
+from dfexp import prompts
 from dfexp.capacity import check
 from dfexp.capacity.errors import CapacityError
 from dfexp.capacity.planner import Candidate, Plan, make_plan
@@ -24,21 +22,18 @@ OPENING_CHARS = 4096
 """Characters of each prompt that the shared-prefix share looks at, so that 654,676 prompts fit in memory."""
 
 
-def plan(path: Path, overrides: Sequence[str], root: Path, *, as_json: bool, out: TextIO | None = None) -> int:
-    """`dfexp plan PARAMS`: the ranked table, or everything as JSON. Returns 0.
+def plan_text(spec: RunSpec, root: Path, *, as_json: bool) -> str:
+    """`dfexp plan PARAMS`: the ranked table, or everything as JSON.
 
-    Raises ParamsError, CapacityError (no `plan` group, impossible inputs), PromptsError.
+    Raises CapacityError (no `plan` group, impossible inputs), UnknownGpu.
     """
-    spec = params.load(path, overrides)
     prepared = prepared_for(spec, root)
     made = make_plan(prepared.setting)
-    text = json.dumps(to_json(prepared, made), indent=1) if as_json else table(prepared, made)
-    print(text, file=out or sys.stdout)
-    return 0
+    return json.dumps(to_json(prepared, made), indent=1) if as_json else table(prepared, made)
 
 
-def check_file(path: Path, *, as_json: bool, out: TextIO | None = None) -> int:
-    """`dfexp capacity check FILE`: predicted beside logged; returns `Report.status`. Raises CapacityError: no file."""
+def check_text(path: Path, *, as_json: bool) -> tuple[str, int]:
+    """`dfexp capacity check FILE`: predicted beside logged, and `Report.status`. Raises CapacityError: no such file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
@@ -46,9 +41,7 @@ def check_file(path: Path, *, as_json: bool, out: TextIO | None = None) -> int:
             f"cannot read {path}: {error.strerror}. Give a JSON-lines file of startup reports."
         ) from error
     report = check.check_lines(lines)
-    text = json.dumps(check.to_json(report), indent=1) if as_json else check.render(report)
-    print(text, file=out or sys.stdout)
-    return report.status
+    return json.dumps(check.to_json(report), indent=1) if as_json else check.render(report), report.status
 
 
 def prepared_for(spec: RunSpec, root: Path) -> Prepared:

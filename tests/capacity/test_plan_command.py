@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dfexp import params
+from dfexp.capacity.errors import CapacityError
+from dfexp.capacity.plan_command import check_text, plan_text, prepared_for
+from dfexp.errors import ParamsError
+from tests.capacity.support import DATA
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXPANSION = ROOT / "params" / "expansion_v1.yaml"
+
+
+def spec_with(root: Path, **plan: Any) -> params.RunSpec:
+    """The expansion run with keys of its plan replaced (None: left out)."""
+    tree = yaml.safe_load(EXPANSION.read_text())
+    tree["plan"] = {key: value for key, value in {**tree["plan"], **plan}.items() if value is not None}
+    return params.validate(tree, str(root))
+
+
+def test_the_shipped_plan_prints_a_ranked_table() -> None:
+    text = plan_text(params.load(EXPANSION), ROOT, as_json=False)
+    print(text)
+    assert "--disable-radix-cache --max-running-requests 15" in text
+    assert "These change the outputs" in text
+
+
+def test_json_is_strict_and_complete() -> None:
+    tree = json.loads(plan_text(params.load(EXPANSION), ROOT, as_json=True), parse_constant=pytest.fail)
+    assert tree["ranked"][0]["flags"]["disable_radix_cache"] is True
+    assert 150 <= tree["ranked"][0]["prediction"]["running"] <= 160
+    assert tree["current"]["memory"]["max_running_requests"] == 72
+    assert tree["model"]["sources"]["weights"]
+    assert {
+        item["changes"].keys() & {"weights", "mamba_ssm_dtype", "kv_cache_dtype"} == set() for item in tree["ranked"]
+    } == {True}
+
+
+def test_constant_lengths_give_strict_json_too(tmp_path: Path) -> None:
+    spec = spec_with(tmp_path, prompt={"tokens": 100}, completion={"tokens": 1000})
+    json.loads(plan_text(spec, tmp_path, as_json=True), parse_constant=pytest.fail)
+
+
+def test_variants_are_settings_of_their_own() -> None:
+    prepared = prepared_for(params.load(EXPANSION), ROOT)
+    assert {name: (part.server.flags.mem_fraction_static, part.concurrency) for name, part in prepared.variants.items()} == {
+        "before": (0.85, 32),
+        "after": (0.90, 64),
+    }  # fmt: skip
+
+
+def test_share_and_count_are_measured_on_the_prompts(tmp_path: Path) -> None:
+    (tmp_path / "prompts").mkdir()
+    rows = [{"prompt": "You are a helpful assistant. Question " + str(number)} for number in range(50)]
+    (tmp_path / "prompts" / "expansion_v1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepared_for(spec_with(tmp_path, prompts=None, shared_prefix_share=None), tmp_path)
+    assert prepared.setting.prompts == 50
+    assert prepared.setting.workload.shared_prefix_share == pytest.approx(0.94, abs=0.04)
+
+
+def test_without_prompts_the_share_stays_unmeasured(tmp_path: Path) -> None:
+    assert (
+        prepared_for(spec_with(tmp_path, shared_prefix_share=None), tmp_path).setting.workload.shared_prefix_share
+        is None
+    )
+    with pytest.raises(CapacityError, match=r"plan\.prompts"):
+        prepared_for(spec_with(tmp_path, prompts=None), tmp_path)
+
+
+def test_a_sample_in_the_file_is_fitted(tmp_path: Path) -> None:
+    spec = spec_with(tmp_path, samples=[{"running": 64, "tok_per_s": 1180.0}])
+    found = prepared_for(spec, tmp_path).setting.efficiency
+    assert "1 sample" in found.provenance
+    assert found.bandwidth == pytest.approx(0.74, abs=0.01)
+
+
+def test_measured_memory_beats_the_table(tmp_path: Path) -> None:
+    spec = spec_with(tmp_path, free_gib=94.5, free_after_load_gib=42.0)
+    free = prepared_for(spec, tmp_path).setting.free
+    assert (free.pre, free.post) == (94.5, 42.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "says"),
+    [
+        ({"model": "Qwen9"}, CapacityError, "Qwen9"),
+        ({"gpu": "h2000"}, Exception, "h200"),
+        ({"weights_gib": 200.0}, CapacityError, "do not fit"),
+        ({"flags": {"mem_fraction_static": 2.0}}, CapacityError, "2.0"),
+        ({"flags": {"memfraction": 0.9}}, CapacityError, "memfraction"),
+        ({"sglang_version": "newest"}, CapacityError, "newest"),
+        ({"prompt": {"median": 150.0}}, ParamsError, "p95 or sigma"),
+        ({"prompt": {"tokens": -5.0}}, ParamsError, "-5"),
+        ({"completion": {"early": {"completions": 438, "mean_tokens": 9000, "after_s": 280, "in_flight": 256,
+                                   "tok_per_s": 5360}}}, CapacityError, "were generated"),
+        ({"gpus": 8}, ParamsError, "gpus"),
+    ],
+)  # fmt: skip
+def test_nonsense_in_a_file_names_value_and_fix(
+    tmp_path: Path, plan: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        plan_text(spec_with(tmp_path, **plan), tmp_path, as_json=False)
+
+
+def test_a_file_without_a_plan_says_so() -> None:
+    with pytest.raises(CapacityError, match="no `plan` group"):
+        plan_text(params.load(ROOT / "params" / "demo.yaml"), ROOT, as_json=False)
+
+
+def test_the_check_reads_a_file_and_returns_its_status(tmp_path: Path) -> None:
+    text, status = check_text(DATA / "checks.jsonl", as_json=False)
+    assert status == 0
+    assert "0 outside the promise" in text
+    tree = json.loads(check_text(DATA / "checks.jsonl", as_json=True)[0], parse_constant=pytest.fail)
+    assert tree["summary"]["rows"] == 15
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'\xff\xfe{\n{"id": "x", "inputs": {"strategy": "y"}}\n')
+    assert check_text(bad, as_json=True)[1] == 2
+    with pytest.raises(CapacityError, match=r"nowhere\.jsonl"):
+        check_text(tmp_path / "nowhere.jsonl", as_json=False)
