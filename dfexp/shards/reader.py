@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -43,13 +44,10 @@ def _numbers(folder: Path) -> set[int]:
 
 
 def _open_shard(folder: Path, number: int) -> tuple[Path, IO[bytes]] | None:
-    """A shard under the name that it has now. It may be sealed between the first two looks, so the third decides."""
-    final, partial = folder / sealed_name(number), folder / partial_name(number)
-    for path in (final, partial, final):
-        try:
+    """A shard under the name that it has now: the open one goes only after the final one came."""
+    for path in (folder / partial_name(number), folder / sealed_name(number)):
+        with contextlib.suppress(FileNotFoundError):
             return path, path.open("rb")
-        except FileNotFoundError:
-            continue
     return None
 
 

@@ -238,27 +238,42 @@ def test_a_reentrant_commit_is_refused_and_the_outer_one_succeeds(folder):
 
 
 def test_close_waits_for_the_commit_under_way(folder):
-    begun, go_on = threading.Event(), threading.Event()
+    close = threading.Thread(target=lambda: run.close())
 
     class Rows(list):
         def __iter__(self):
-            begun.set()
-            assert go_on.wait(30)
+            close.start()
+            close.join(0.3)
+            assert close.is_alive()
             return super().__iter__()
 
     run = open_run(folder)
-    commit = threading.Thread(target=run.commit, args=[Rows(rows([1]))])
-    close = threading.Thread(target=run.close)
-    commit.start()
-    assert begun.wait(30)
-    close.start()
-    go_on.set()
-    commit.join(30)
+    run.commit(Rows(rows([1])))
     close.join(30)
     assert read_indices(folder) == [1]
     with pytest.raises(ShardError, match="closed"):
         run.commit(rows([2]))
     run.close()
+
+
+def test_only_a_seal_rewrites_the_manifest(folder):
+    with open_run(folder) as run:
+        run.commit(rows(range(6)))
+        before = (folder / "manifest.json").stat().st_ino
+        run.commit(rows([6, 7, 8]), [failure(20)])
+        assert (folder / "manifest.json").stat().st_ino == before
+        run.commit(rows([9]))
+        assert (folder / "manifest.json").stat().st_ino != before
+
+
+def test_a_shard_sealed_between_listing_and_reading_is_read_once(folder):
+    with open_run(folder) as run:
+        run.commit(rows(range(8)))
+        reading = read_rows(folder)
+        found = [next(reading)["index"]]
+        run.commit(rows(range(8, 14)))
+        found += [record["index"] for record in reading]
+    assert found == list(range(10))  # the third shard did not exist when the reading began
 
 
 @pytest.mark.parametrize(
