@@ -106,14 +106,18 @@ def lengths(data: RunData) -> Chart:
     figure = go.Figure()
     top = float(rows["completion_tokens"].max()) if len(rows) else 1.0
     width = _bin_size(top)
+    edges = np.arange(0.5 - width, top + 0.5 + width, width)  # (0, w], (w, 2w] ...: a round max_tokens ends a bin
     for reason, part in rows.groupby("finish_reason", observed=True):
         color, name = _REASONS.get(str(reason), ("#7F7F7F", str(reason)))
-        figure.add_histogram(
-            x=part["completion_tokens"],
-            xbins={"start": 0.5 - width, "end": top + width, "size": width},  # so that max_tokens ends a bin
+        counts, _ = np.histogram(part["completion_tokens"], edges)
+        figure.add_bar(
+            x=(edges[:-1] + edges[1:]) / 2,
+            y=counts,
+            width=width,
             name=f"{name}: {len(part):,}",
-            marker={"color": color},
-            hovertemplate="%{x} tokens: %{y:,} rows<extra></extra>",
+            marker={"color": color, "line": {"color": "white", "width": 1}},
+            customdata=np.stack([edges[:-1] + 0.5, edges[1:] - 0.5], axis=1),
+            hovertemplate="%{customdata[0]:,.0f} to %{customdata[1]:,.0f} tokens: %{y:,} rows<extra></extra>",
         )
     cut = data.run["spec"]["generation"].get("max_tokens")
     if isinstance(cut, int):
@@ -121,7 +125,8 @@ def lengths(data: RunData) -> Chart:
             x=cut + 0.5, line={"dash": "dash", "color": "#444"},
             annotation={"text": f"max_tokens {cut:,}", "xanchor": "right", "xshift": -6},
         )  # fmt: skip
-    figure.update_layout(barmode="stack", bargap=0.04)
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(range=[0, float(edges[-1])])
     limit = "" if isinstance(cut, int) else "; each answer had all the room that its prompt left"
     return _finish(
         figure, data, "Answer lengths", f"Finished rows by completion tokens, as the servers count them{limit}",

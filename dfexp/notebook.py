@@ -156,7 +156,7 @@ def execute(
     if result["error"] == "RunStopped":
         raise RunStopped(result["message"])
     if result["error"] is not None:
-        raise NotebookError(f"{name}.ipynb, {result['cell']}: {result['message']} The executed copy: {executed.html}")
+        raise NotebookError(f"{name}.ipynb, {result['cell']}: {result['message']} More is in {executed.html}")
     return executed
 
 

@@ -34,6 +34,7 @@ body.jp-Notebook { max-width: 1040px; margin: 0 auto; padding: 16px 20px 60px; }
 .jp-OutputArea-output { overflow-x: auto; }
 .jp-MarkdownOutput, .jp-RenderedMarkdown, .jp-RenderedHTML { padding-left: 0 !important; }
 .jp-RenderedHTMLCommon table { margin-left: 0; }
+span[style*="font-size:2em"] { font-size: 1.1em !important; }
 </style>
 """
 
@@ -97,7 +98,7 @@ def _cause(error: PapermillExecutionError) -> str:
     """One or two sentences; an error of ours already says what happened and what to do."""
     if isinstance(getattr(errors, error.ename, None), type):
         return str(error.evalue)
-    return f"{error.ename}: {error.evalue}. This was not expected; the traceback is in the executed copy."
+    return f"{error.ename}: {error.evalue}."
 
 
 def _cell_name(number: int | None, source: str) -> str:

@@ -15,7 +15,7 @@ from dfexp.rundata import Window, window
 from dfexp.rundata import load as load
 from dfexp.tables import Table, duration, text
 
-_BINS = 60
+_BINS = 40
 _NICE_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
@@ -258,7 +258,7 @@ def _time_before(edges: Any, moments: Any) -> Any:
 
 
 def bin_width_s(wall_s: float) -> int:
-    """A round width in seconds that cuts `wall_s` into at most 60 bins, the last widths excepted."""
+    """A round width in seconds that cuts `wall_s` into at most 40 bins, the last widths excepted."""
     return next((width for width in _NICE_S if wall_s / width <= _BINS), _NICE_S[-1])
 
 

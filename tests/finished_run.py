@@ -43,6 +43,7 @@ def write_run(
     name: str = "demo",
     events: Sequence[dict[str, Any]] = (),
     generation: dict[str, Any] | None = None,
+    rows_per_shard: int = 4,
 ) -> RunFolder:
     """A run's folder with these rows; `asked` defaults to all of them being accounted for."""
     folder = RunFolder(root / "outputs" / name)
@@ -66,7 +67,7 @@ def write_run(
             "created_at": START,
         },
     )
-    with Shards.open(folder.completions, total=asked, fingerprint=PRINTS, rows_per_shard=4) as shards:
+    with Shards.open(folder.completions, total=asked, fingerprint=PRINTS, rows_per_shard=rows_per_shard) as shards:
         shards.commit(rows, failures)
     with AppendLog(folder.events) as log:
         log.append(events)

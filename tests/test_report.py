@@ -128,6 +128,20 @@ def test_figures_name_their_axes_and_source(tmp_path: Path) -> None:
     assert any(shape.x0 == 64.5 for shape in figures.lengths(data).figure.layout.shapes)
 
 
+def test_figures_stay_small_however_many_rows(tmp_path: Path) -> None:
+    rows = [row(i, completion_tokens=1 + i % 3000, latency_s=1 + i % 90) for i in range(12_000)]
+    data = report.load(write_run(tmp_path, rows, rows_per_shard=5000))
+    for draw in (figures.throughput, figures.in_flight, figures.lengths, figures.servers):
+        assert len(draw(data)._repr_mimebundle_()["text/html"]) < 60_000
+    assert len(figures.latency(data)._repr_mimebundle_()["text/html"]) < 300_000
+
+
+def test_answer_lengths_count_every_row_once(tmp_path: Path) -> None:
+    rows = [row(i, completion_tokens=i % 97, finish_reason="length" if i % 2 else "stop") for i in range(300)]
+    drawn = figures.lengths(report.load(write_run(tmp_path, rows))).figure
+    assert sum(int(bar.y.sum()) for bar in drawn.data) == 300
+
+
 def test_a_run_that_goes_on_says_so_in_its_figures(tmp_path: Path) -> None:
     data = report.load(write_run(tmp_path, [row(0)], asked=2))
     assert any("unfinished" in note.text for note in figures.throughput(data).figure.layout.annotations)
