@@ -12,6 +12,7 @@ endif
 SET_UP := @"$(PYTHON)" tools/environment.py
 BIN := .venv/bin
 
+.NOTPARALLEL:
 .PHONY: help demo lab test test-fast test-full test-openai-oldest check format check-sglang-resolution
 .PHONY: base dev chromium lock upgrade wheel clean
 
@@ -22,7 +23,7 @@ demo: base ## real completions from a small model on this machine, with a report
 	$(BIN)/dfexp run params/demo.yaml
 
 lab: base ## the notebooks in JupyterLab
-	$(BIN)/jupyter lab --ServerApp.root_dir=. --ServerApp.terminals_enabled=False \
+	$(BIN)/jupyter lab --ServerApp.root_dir=. $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS) \
 		--LabApp.default_url=/lab/tree/notebooks/03_generate.ipynb \
 		--LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
