@@ -24,8 +24,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMES = ("uv", "model", "base", "dev", "openai-oldest")
 WHOLE = ("base", "dev", "openai-oldest")
 
-# The packages that hold a module, where the names differ.
-PACKAGE_OF = {"IPython": "ipython", "yaml": "pyyaml"}
+# The package that is asked for to have a module, where the names differ. pydantic pins its core exactly.
+PACKAGE_OF = {"IPython": "ipython", "pydantic_core": "pydantic", "yaml": "pyyaml"}
 
 
 def pins(name: str) -> dict[str, str]:
