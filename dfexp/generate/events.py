@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from dfexp.errors import StorageError
+from dfexp.errors import ShardError
 from dfexp.jsonl import AppendLog
 
 
@@ -17,7 +17,7 @@ class EventLog(AppendLog):
     def record(self, event: str, *, server: str | None = None, **details: Any) -> None:
         """Append one event with the time of now; `details` must be JSON."""
         entry = {"at": time.time(), "event": event, "server": server, **details}
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(ShardError):
             self.append([entry])
         told = " ".join(f"{key}={value}" for key, value in entry.items() if key != "at" and value is not None)
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {told}\n")

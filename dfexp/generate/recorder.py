@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dfexp.errors import StorageError
+from dfexp.errors import ShardError, StorageError
 from dfexp.generate.events import EventLog
 from dfexp.records import Completion, Failure
 from dfexp.shards import Shards
@@ -76,13 +76,15 @@ class Recorder:
             return
         sealed = await asyncio.to_thread(self._shards.commit, rows, failures)
         del self._rows[: len(rows)], self._failures[: len(failures)]
-        if self.refusal is not None:
-            self.refusal = None
-            self._events.record("disk_accepts_again")
         for shard in sealed:
             self._events.record("shard_sealed", shard=shard.name, rows=shard.rows)
+        if self._shards.seal_error is not None:
+            self._told(self._shards.seal_error)
+        elif self.refusal is not None:
+            self.refusal = None
+            self._events.record("disk_accepts_again")
 
-    def _told(self, error: StorageError) -> None:
+    def _told(self, error: ShardError) -> None:
         """Record a refusal once, not at every try."""
         if self.refusal is None:
             self._events.record("disk_refused", detail=str(error), rows_in_memory=self.backlog)
