@@ -13,6 +13,7 @@ from typing import Any
 
 import dfexp
 from dfexp import control, display, fleet, generate, notebook, params, prompts
+from dfexp.capacity import plan_command
 from dfexp.errors import ControlError, DfexpError, FleetError, ParamsError, RunError, RunStopped
 from dfexp.layout import FleetFolder, RunFolder, project_root
 from dfexp.params import RunSpec
@@ -76,6 +77,19 @@ def check(args: argparse.Namespace) -> int:
     dropped = ", ".join(f"{count} {reason}" for reason, count in reading.dropped_by_reason.items()) or "none"
     print(f"{args.params} is right: run {spec.run!r}, engine {spec.fleet.engine}, {kept} prompts, dropped: {dropped}")
     return EXIT_OK
+
+
+def plan(args: argparse.Namespace) -> int:
+    """`dfexp plan PARAMS`: which SGLang flags finish the run soonest, and what it will cost."""
+    print(plan_command.plan_text(params.load(args.params, args.set), project_root(), as_json=args.json))
+    return EXIT_OK
+
+
+def capacity_check(args: argparse.Namespace) -> int:
+    """`dfexp capacity check FILE`: startup reports of servers beside what the capacity model says."""
+    text, outcome = plan_command.check_text(args.file, as_json=args.json)
+    print(text)
+    return outcome
 
 
 def status(args: argparse.Namespace) -> int:
@@ -268,6 +282,11 @@ def _parser() -> argparse.ArgumentParser:
     fleets = commands.add_parser("fleet", help="servers: up, status, down").add_subparsers(
         metavar="ACTION", required=True
     )
+    capacities = commands.add_parser("capacity", help="the capacity model: check").add_subparsers(
+        metavar="ACTION", required=True
+    )
+    as_json = ("--json", {"action": "store_true", "help": "for machines"})
+    reports = ("file", {"type": Path, "metavar": "FILE", "help": "startup reports, one JSON object a line"})
     setting = ("--set", {"action": "append", "default": [], "metavar": "GROUP.KEY=VALUE", "help": "wins over the file"})
     params_file = ("params", {"type": Path, "metavar": "PARAMS", "help": "parameter file, such as params/demo.yaml"})
     one_run = ("run", {"metavar": "RUN", "help": "name or folder of a run"})
@@ -279,6 +298,8 @@ def _parser() -> argparse.ArgumentParser:
         (commands, "run", run, (params_file, setting)),
         (commands, "resume", resume, (one_run, setting, ("--retry-failed", kinds))),
         (commands, "check", check, (params_file, setting)),
+        (commands, "plan", plan, (params_file, setting, as_json)),
+        (capacities, "check", capacity_check, (reports, as_json)),
         (commands, "status", status, ((one_run[0], {**one_run[1], "nargs": "?"}), outputs)),
         (commands, "stop", stop, (one_run, ("--now", {"action": "store_true", "help": "cut off requests in flight"}))),
         (commands, "report", report, (one_run,)),

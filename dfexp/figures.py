@@ -171,9 +171,13 @@ def servers(data: RunData) -> Chart:
 
 
 def _finish(figure: go.Figure, data: RunData, title: str, subtitle: str, x: str, y: str) -> Chart:
-    """Title, axes, legend and source line, in the one style of all figures."""
     still = "" if data.is_finished else f", run unfinished ({len(data.rows) + len(data.failures):,} of {data.asked:,})"
     source = f"Source: outputs of run {data.folder.name}, {len(data.rows):,} completions{still}"
+    return finish(figure, source, title, subtitle, x, y)
+
+
+def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y: str) -> Chart:
+    """Title, axes, legend and source line, in the one style of all figures."""
     figure.update_layout(
         template=_template(),
         title={"text": title, "subtitle": {"text": subtitle}},
