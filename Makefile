@@ -14,15 +14,18 @@ BIN := .venv/bin
 
 .NOTPARALLEL:
 .PHONY: help demo lab test test-fast test-full test-openai-oldest check format check-sglang-resolution
-.PHONY: base dev chromium lock upgrade wheel clean
+.PHONY: setup dev chromium lock upgrade wheel clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' Makefile | awk -F'|' '{printf "%-32s%s\n", $$1, $$2}'
 
-demo: base ## real completions from a small model on this machine, with a report at the end
+setup: ## .venv with every package pinned by hash
+	$(SET_UP) base
+
+demo: setup ## real completions from a small model on this machine, with a report at the end
 	$(BIN)/dfexp run params/demo.yaml
 
-lab: base ## the notebooks in JupyterLab
+lab: setup ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS) \
 		--LabApp.default_url=/lab/tree/notebooks/03_generate.ipynb \
 		--LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
@@ -56,9 +59,6 @@ check-sglang-resolution: ## does `pip install dfexp[sglang]` resolve? Asks the p
 wheel: dev ## dist/*.whl, with the notebooks and the parameter files inside
 	$(BIN)/uv build --no-build-isolation --python $(BIN)/python --quiet --out-dir dist
 	@ls -l dist
-
-base:
-	$(SET_UP) base
 
 dev:
 	$(SET_UP) dev
