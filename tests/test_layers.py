@@ -38,6 +38,7 @@ ORDER = (
     "report",
     "figures",
     "reading",
+    "planview",
     "display",
     "notebook_child",
     "notebook",

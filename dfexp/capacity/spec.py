@@ -21,11 +21,12 @@ from dfexp.params_plan import LengthPart, PlanGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A plan group understood: the model, the setting, and each variant as a setting of its own."""
+    """A plan group understood: the model, the setting, each variant as a setting of its own, and its measured tok/s."""
 
     model: Model
     setting: Setting
     variants: dict[str, Setting]
+    measured: dict[str, float]
 
 
 def prepare(plan: PlanGroup, *, prompts: int | None = None, shared_prefix_share: float | None = None) -> Prepared:
@@ -69,7 +70,9 @@ def prepare(plan: PlanGroup, *, prompts: int | None = None, shared_prefix_share:
         )
         for name, variant in plan.variants.items()
     }
-    return Prepared(model=model, setting=setting, variants=variants)
+    seen = {name: item.measured_tok_per_s for name, item in plan.variants.items()}
+    measured = {name: rate for name, rate in seen.items() if rate is not None}
+    return Prepared(model=model, setting=setting, variants=variants, measured=measured)
 
 
 def lengths(part: LengthPart, limit: float) -> Lengths:

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dfexp import params, planview
+from dfexp.planview import View
+from dfexp.records import ServerLimits
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def shown() -> View:
+    found = planview.view(params.load(ROOT / "params" / "expansion_v1.yaml"), ROOT)
+    assert found is not None
+    return found
+
+
+def test_a_run_without_a_plan_shows_nothing_and_says_so() -> None:
+    found = planview.view(params.load(ROOT / "params" / "demo.yaml"), ROOT)
+    assert found is None
+    for draw in (
+        planview.memory,
+        planview.usages,
+        planview.throughput,
+        planview.ranked,
+        planview.changing,
+        planview.variants,
+    ):
+        assert draw(found) is None
+    assert planview.beside(found, []) is None
+    assert "no `plan` group" in planview.conclusion(found)
+
+
+def test_the_parts_of_a_gpu_add_up_to_its_memory(shown: View) -> None:
+    chart = planview.memory(shown)
+    assert chart is not None
+    now, best = chart.figure.data
+    assert sum(now.y) == pytest.approx(94.8, abs=0.1)
+    assert sum(best.y) == pytest.approx(94.8, abs=0.1)
+    assert now.y[2] < best.y[2]  # fewer slots, more KV
+
+
+def test_usages_rise_to_the_cap_and_stay(shown: View) -> None:
+    chart = planview.usages(shown)
+    assert chart is not None
+    kv = {line.name: list(line.y) for line in chart.figure.data}
+    assert sorted(kv) == ["KV pool, best", "KV pool, now", "state pool, best", "state pool, now"]
+    assert kv["KV pool, now"] == sorted(kv["KV pool, now"])
+    assert kv["KV pool, now"][-1] == pytest.approx(72 * 1849 / 289_354, rel=0.01)
+    assert kv["state pool, best"][-1] == 1.0
+    assert {note.text for note in chart.figure.layout.annotations} >= {"cap 72 (now)"}
+
+
+def test_measured_points_lie_on_the_predicted_curve(shown: View) -> None:
+    chart = planview.throughput(shown)
+    assert chart is not None
+    lines = {line.name: line for line in chart.figure.data}
+    assert list(lines["measured"].x) == [32, 64]
+    now = dict(zip(lines["predicted, now"].x, lines["predicted, now"].y, strict=True))
+    near = min(now, key=lambda at: abs(at - 64))
+    assert now[near] == pytest.approx(1180, rel=0.05)
+
+
+def test_the_tables_hold_flags_to_paste_and_both_settings(shown: View) -> None:
+    ranked, changing, variants = planview.ranked(shown), planview.changing(shown), planview.variants(shown)
+    assert ranked is not None
+    assert changing is not None
+    assert variants is not None
+    assert ranked.rows[0][""] == "now"
+    assert "--disable-radix-cache" in str(ranked.rows[1]["flags"])
+    assert [row["cap"] for row in variants.rows] == [37, 72]
+    assert [row[""] for row in changing.rows] == ["weights", "kv_cache_dtype", "mamba_ssm_dtype"]
+    assert all("<table" in table._repr_html_() for table in (ranked, changing, variants))
+
+
+def test_real_limits_stand_beside_the_predicted(shown: View) -> None:
+    class Status:
+        name = "127.0.0.1:30000"
+        limits = ServerLimits(max_running_requests=71, max_total_num_tokens=289_000)
+
+    table = planview.beside(shown, [Status()])  # type: ignore[list-item]
+    assert table is not None
+    assert (table.rows[0]["cap, predicted"], table.rows[0]["cap, actual"]) == (72, 71)
+
+
+def test_the_conclusion_says_now_best_and_flags(shown: View) -> None:
+    text = planview.conclusion(shown)
+    assert "64 requests a server" in text
+    assert "--disable-radix-cache" in text
+
+
+def test_charts_show_in_notebook_and_page(shown: View) -> None:
+    for draw in (planview.memory, planview.usages, planview.throughput):
+        chart = draw(shown)
+        assert chart is not None
+        bundle = chart._repr_mimebundle_()
+        assert "plotly" in bundle["text/html"]
+        assert "capacity model" in str(bundle["application/vnd.plotly.v1+json"])
