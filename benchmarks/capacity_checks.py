@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from dfexp.capacity import check
 from dfexp.capacity.startup_log import Startup, read_startup
@@ -38,6 +39,49 @@ def summary(startup: Startup) -> str:
     return f"{shown}{pools}{'  error: ' + startup.errors[-1][:80] if startup.errors else ''}"
 
 
+def recorded(case: dict[str, Any], startup: Startup) -> list[tuple[str, Any, Any]]:
+    """What a case records of its own lines, and what the reader found, field by field."""
+    logged = case["logged"]
+    state, kv, failed = startup.state_pool, startup.kv_pool, startup.failed_state_pool
+    found = {
+        "load_weight_begin.avail_mem_gb": startup.load_begin_gib,
+        "load_weight_end.avail_mem_gb": startup.load_end_gib,
+        "load_weight_end.mem_usage_gb": startup.weights_gib,
+        "memory_pool_end.avail_mem_gb": {rank: values[0] for rank, values in startup.pool_end_gib.items()},
+        "cuda_graph_mem_usage_gb": {rank: values[-1] for rank, values in startup.graph_gib.items()},
+        "avail_after_graph_gb": startup.after_graph_gib,
+        "max_mamba_cache_size": failed[0] if failed else startup.max_mamba_cache_size,
+        "total_rest_memory_gb": failed and failed[1],
+        "mamba_cache_per_req_mb": failed and failed[2],
+        "conv_state_gb": state and state.conv_gib,
+        "ssm_state_gb": state and state.ssm_gib,
+        "intermediate_ssm_state_cache_gb": state and state.intermediate_ssm_gib,
+        "intermediate_conv_window_cache_gb": state and state.intermediate_conv_gib,
+        "kv_tokens": kv and kv.tokens,
+        "k_size_gb": kv and kv.k_gib,
+        "v_size_gb": kv and kv.v_gib,
+        "kv_size_gb": kv and kv.kv_gib,
+        "max_total_num_tokens": startup.max_total_num_tokens,
+        "max_running_requests": startup.max_running_requests,
+        "chunked_prefill_size": startup.chunked_prefill_size,
+        "max_prefill_tokens": startup.max_prefill_tokens,
+        "context_len": startup.context_len,
+        "available_gpu_mem_gb": startup.available_gpu_mem_gib,
+        "full_layer_tokens": startup.swa and startup.swa[0],
+        "swa_layer_tokens": startup.swa and startup.swa[1],
+        "max_running_requests_effective": startup.max_running_requests,
+    }
+    compared = []
+    for name, value in logged.items():
+        if name not in found or value is None or isinstance(value, str):
+            continue
+        got = found[name]
+        if isinstance(got, dict) and not isinstance(value, dict):
+            got = min(got.values(), default=None)
+        compared.append((name, value, got))
+    return compared
+
+
 def main() -> int:
     """Print both tables; the status is that of the checks."""
     report = check.check_lines((DATA / "checks.jsonl").read_text(encoding="utf-8").split("\n"))
@@ -45,12 +89,11 @@ def main() -> int:
     print("\nReal logs of SGLang on a CPU:")
     for path in sorted((DATA / "logs").glob("*.log")):
         print(f"  {path.stem:<42} {summary(read_startup(path.read_text(encoding='utf-8').split(chr(10))))}")
-    print("\nLines quoted in public reports:")
+    print("\nLines quoted in public reports, field by field:")
     for line in (DATA / "cases.jsonl").read_text(encoding="utf-8").split("\n"):
-        if line.strip():
-            case = json.loads(line)
-            if case["raw_lines"]:
-                print(f"  {case['id']:<42} {summary(read_startup(case['raw_lines']))}")
+        case = json.loads(line) if line.strip() else {"raw_lines": []}
+        for name, value, got in recorded(case, read_startup(case["raw_lines"])) if case["raw_lines"] else ():
+            print(f"  {case['id']:<42} {name:<36} recorded {value!s:<34} read {'-' if got is None else got}")
     return report.status
 
 

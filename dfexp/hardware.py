@@ -47,106 +47,33 @@ class Gpu:
         return self.flops_8 if element_bytes == 1 else self.flops_16
 
 
-GPUS = (
+_SPARSE = "data sheet, halved from the sparse figures"
+_TABLE: tuple[tuple[str, int, float, float, float, str, tuple[str, ...]], ...] = (
+    # name, MiB, TB/s, dense TFLOP/s in 16 and in 8 bits, source, other spellings
+    ("rtx-pro-6000", 97_887, 1.792, 503.8, 1007.6, "NVIDIA RTX PRO 6000 Blackwell " + _SPARSE,
+     ("rtx pro 6000 blackwell", "rtx6000pro")),
+    ("h100", 81_559, 3.35, 989, 1979, "NVIDIA H100 SXM " + _SPARSE, ("h100 sxm", "h100 80gb hbm3", "h100 sxm5 80gb")),
+    ("h100-pcie", 81_559, 2.0, 756, 1513, "NVIDIA H100 PCIe " + _SPARSE, ("h100 pcie 80gb",)),
+    ("h200", 143_771, 4.8, 989, 1979, "NVIDIA H200 " + _SPARSE, ("h200 sxm", "h200 141gb", "h200 nvl")),
+    ("b200", 183_359, 8.0, 2250, 4500, "NVIDIA HGX B200 " + _SPARSE, ("b200 sxm", "b200 180gb", "hgx b200")),
+    ("b300", 275_040, 8.0, 2250, 4500, "NVIDIA HGX B300 " + _SPARSE, ("b300 sxm", "b300 288gb", "hgx b300")),
+    ("a100", 81_920, 2.039, 312, 312, "NVIDIA A100 80GB data sheet; no FP8", ("a100 80gb", "a100 sxm4 80gb")),
+    ("l40s", 46_068, 0.864, 362, 733, "NVIDIA L40S data sheet", ("l40s 48gb",)),
+    ("rtx-6000-ada", 49_140, 0.960, 364, 728, "NVIDIA RTX 6000 Ada " + _SPARSE, ()),
+    ("rtx-4090", 24_564, 1.008, 165, 330, "NVIDIA Ada architecture paper (FP32 accumulation)", ()),
+    ("rtx-5090", 32_607, 1.792, 209.5, 419, "NVIDIA RTX Blackwell architecture paper (FP32 accumulation)", ()),
+)  # fmt: skip
+GPUS = tuple(
     Gpu(
-        name="rtx-pro-6000",
-        aliases=("rtx pro 6000 blackwell", "rtx pro 6000 blackwell server edition", "rtx6000pro"),
-        memory_mib=97_887,
-        bandwidth_bytes_per_s=1.792e12,
-        flops_16=503.8e12,
-        flops_8=1007.6e12,
-        source="NVIDIA RTX PRO 6000 Blackwell data sheet (512 bit x 28 Gbit/s; 4,000 sparse FP4 TOPS / 8 and / 4)",
-    ),
-    Gpu(
-        name="h100",
-        aliases=("h100 sxm", "h100 80gb hbm3", "h100 sxm5 80gb"),
-        memory_mib=81_559,
-        bandwidth_bytes_per_s=3.35e12,
-        flops_16=989e12,
-        flops_8=1979e12,
-        source="NVIDIA H100 SXM data sheet, halved from the sparse figures",
-    ),
-    Gpu(
-        name="h100-pcie",
-        aliases=("h100 pcie", "h100 pcie 80gb"),
-        memory_mib=81_559,
-        bandwidth_bytes_per_s=2.0e12,
-        flops_16=756e12,
-        flops_8=1513e12,
-        source="NVIDIA H100 PCIe data sheet, halved from the sparse figures",
-    ),
-    Gpu(
-        name="h200",
-        aliases=("h200 sxm", "h200 141gb", "h200 nvl"),
-        memory_mib=143_771,
-        bandwidth_bytes_per_s=4.8e12,
-        flops_16=989e12,
-        flops_8=1979e12,
-        source="NVIDIA H200 data sheet, halved from the sparse figures",
-    ),
-    Gpu(
-        name="b200",
-        aliases=("b200 sxm", "b200 180gb", "hgx b200"),
-        memory_mib=183_359,
-        bandwidth_bytes_per_s=8.0e12,
-        flops_16=2250e12,
-        flops_8=4500e12,
-        source="NVIDIA HGX B200 data sheet, halved from the sparse figures",
-    ),
-    Gpu(
-        name="b300",
-        aliases=("b300 sxm", "b300 288gb", "hgx b300"),
-        memory_mib=275_040,
-        bandwidth_bytes_per_s=8.0e12,
-        flops_16=2250e12,
-        flops_8=4500e12,
-        source="NVIDIA HGX B300 data sheet, halved from the sparse figures",
-    ),
-    Gpu(
-        name="a100",
-        aliases=("a100 80gb", "a100 sxm4 80gb", "a100 80gb pcie"),
-        memory_mib=81_920,
-        bandwidth_bytes_per_s=2.039e12,
-        flops_16=312e12,
-        flops_8=312e12,
-        source="NVIDIA A100 80GB data sheet; no FP8",
-    ),
-    Gpu(
-        name="l40s",
-        aliases=("l40s 48gb",),
-        memory_mib=46_068,
-        bandwidth_bytes_per_s=0.864e12,
-        flops_16=362e12,
-        flops_8=733e12,
-        source="NVIDIA L40S data sheet",
-    ),
-    Gpu(
-        name="rtx-6000-ada",
-        aliases=("rtx 6000 ada generation",),
-        memory_mib=49_140,
-        bandwidth_bytes_per_s=0.960e12,
-        flops_16=364e12,
-        flops_8=728e12,
-        source="NVIDIA RTX 6000 Ada data sheet, halved from the sparse figures",
-    ),
-    Gpu(
-        name="rtx-4090",
-        aliases=("geforce rtx 4090",),
-        memory_mib=24_564,
-        bandwidth_bytes_per_s=1.008e12,
-        flops_16=165e12,
-        flops_8=330e12,
-        source="NVIDIA Ada architecture paper (FP32 accumulation)",
-    ),
-    Gpu(
-        name="rtx-5090",
-        aliases=("geforce rtx 5090",),
-        memory_mib=32_607,
-        bandwidth_bytes_per_s=1.792e12,
-        flops_16=209.5e12,
-        flops_8=419e12,
-        source="NVIDIA RTX Blackwell architecture paper (FP32 accumulation)",
-    ),
+        name=name,
+        aliases=aliases,
+        memory_mib=memory,
+        bandwidth_bytes_per_s=bandwidth * 1e12,
+        flops_16=flops_16 * 1e12,
+        flops_8=flops_8 * 1e12,
+        source=source,
+    )
+    for name, memory, bandwidth, flops_16, flops_8, source, aliases in _TABLE
 )
 
 

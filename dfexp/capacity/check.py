@@ -91,7 +91,7 @@ def check_lines(lines: Iterable[str]) -> Report:
             if not isinstance(value, dict):
                 raise RowError(f"a row must be a JSON object, not {type(value).__name__}")
             rows.append(check_row(value, number))
-        except (ValueError, RowError, RecursionError) as error:
+        except (ValueError, ArithmeticError, RecursionError) as error:
             rows.append(Checked(id=f"line {number}", kind="unreadable", rules="", problem=str(error)))
     return Report(rows=tuple(rows))
 

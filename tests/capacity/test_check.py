@@ -5,10 +5,14 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dfexp.capacity.check import check_lines, check_row, render, to_json
 from tests.capacity.support import DATA, lines
 
+ALL = lines("checks.jsonl")
+NAMES = sorted({name for row in ALL for part in (row, row["inputs"], row["shape"], row["expected"]) for name in part})
 ROWS = {row["id"]: row for row in lines("checks.jsonl")}
 
 
@@ -157,6 +161,8 @@ def test_latent_attention_is_not_divided() -> None:
         (changed("qwen3.5-9b_tp2_4090", tp=3), "divide"),
         (changed("qwen3.5-9b_tp2_4090", inputs={"pp": 2}), "pipeline"),
         (changed("qwen3.5-9b_tp2_4090", inputs={"post_gib": 99.0}), "swapped"),
+        (changed("qwen3.5-9b_tp2_4090", kv_dtype="fp4_e2m1"), "fp4_e2m1"),
+        (changed("qwen3.5-9b_tp2_4090", shape={"attention_layers": 0}), "attention_layers is 0"),
         ({"id": "bare", "model": "unheard-of", "expected": {"k_gib": 1.0}}, "unheard-of"),
     ],
 )
@@ -177,7 +183,8 @@ def test_what_cannot_be_modelled_is_said(row: dict[str, Any], says: str) -> None
         '{"inputs": {"disable_radix_cache": 1}}',
         '{"inputs": {"strategy": "best"}}',
         '{"inputs": {"mem_fraction_static": 1.5}}',
-        '{"kv_dtype": "fp4_e2m1"}',
+        '{"inputs": {"pre_gib": 1e400}}',
+        '{"inputs": {"page_size": 0}}',
         '{"expected": {"k_gib": true}}',
         '{"expected": {"k_gib": NaN}}',
         "[" * 100_000,
@@ -202,12 +209,59 @@ def test_nulls_and_unknown_fields_change_nothing() -> None:
     assert checked.not_checked == {"colour": "not a number that this check knows"}
 
 
+def test_a_known_model_needs_no_shape() -> None:
+    row = {"id": "named", "model": "Qwen/Qwen3.6-27B", "expected": {"max_mamba_cache_size": 191, "ssm_state_gib": 27.0}}
+    checked = check_row(row)
+    assert [(item.name, item.ok) for item in checked.compared] == [("ssm_state_gib", True)]
+
+
+def test_a_cap_needs_no_shape_when_slots_are_logged() -> None:
+    row = {"id": "kda", "kind": "cap", "shape": {"state_kind": "kda"}, "inputs": {"strategy": "extra_buffer"}}
+    for part in ({}, {"shape": {}}):
+        checked = check_row({**row, **part, "expected": {"max_mamba_cache_size": 50, "max_running_requests": 10}})
+        assert [(item.name, item.ok) for item in checked.compared] == [("max_running_requests", True)]
+
+
+def test_auto_follows_the_version() -> None:
+    row = {"inputs": {"strategy": "auto"}, "expected": {"max_mamba_cache_size": 60, "max_running_requests": 12}}
+    assert check_row({**row, "date": "2026-09-01"}).ok
+    assert not check_row({**row, "date": "2026-05-20"}).ok
+
+
 def test_json_says_what_the_table_says() -> None:
     report = check_lines([json.dumps(row) for row in ROWS.values()])
     tree = json.loads(json.dumps(to_json(report)))
     assert tree["status"] == 0
     assert tree["summary"] == {"rows": 15, "numbers": 50, "outside": 0, "rows_outside": 0, "unreadable": 0}
     assert tree["rows"][0]["compared"][0]["predicted"] == 186
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["gdn", "mamba2", "auto"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=6),
+    max_leaves=12,
+)
+
+
+@given(
+    st.sampled_from(sorted(ROWS)),
+    st.sampled_from(["inputs", "expected", "shape", None]),
+    st.sampled_from(NAMES),
+    json_values,
+)
+def test_no_value_of_any_field_stops_the_check(row_id: str, part: str | None, name: str, value: Any) -> None:
+    row = copy.deepcopy(ROWS[row_id])
+    (row if part is None else row[part])[name] = value
+    report = check_lines([json.dumps(row), json.dumps(ROWS["rtx6000ada_cap9"])])
+    assert len(report.rows) == 2
+    assert report.rows[1].ok
+    json.dumps(to_json(report))
+    render(report)
 
 
 def test_nothing_at_all_is_no_success() -> None:

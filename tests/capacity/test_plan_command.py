@@ -49,10 +49,11 @@ def test_constant_lengths_give_strict_json_too(tmp_path: Path) -> None:
 
 def test_variants_are_settings_of_their_own() -> None:
     prepared = prepared_for(params.load(EXPANSION), ROOT)
-    assert {name: (part.server.flags.mem_fraction_static, part.concurrency) for name, part in prepared.variants.items()} == {
-        "before": (0.85, 32),
-        "after": (0.90, 64),
-    }  # fmt: skip
+    found = {
+        name: (part.server.flags.mem_fraction_static, part.concurrency) for name, part in prepared.variants.items()
+    }
+    assert found == {"before": (0.85, 32), "after": (0.90, 64)}
+    assert prepared.measured == {"before": 670, "after": 1180}
 
 
 def test_share_and_count_are_measured_on_the_prompts(tmp_path: Path) -> None:

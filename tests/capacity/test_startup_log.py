@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
+from benchmarks.capacity_checks import recorded
 from dfexp.capacity.config import from_config
 from dfexp.capacity.flags import parse_flags
 from dfexp.capacity.memory import Free, plan_memory
@@ -26,49 +26,6 @@ TINY = {
 
 def log(name: str) -> Startup:
     return read_startup((LOGS / f"{name}.log").read_text(encoding="utf-8").split("\n"))
-
-
-def recorded(case: dict[str, Any], startup: Startup) -> list[tuple[str, Any, Any]]:
-    """What a case records of its own lines, and what the reader found, field by field."""
-    logged = case["logged"]
-    state, kv, failed = startup.state_pool, startup.kv_pool, startup.failed_state_pool
-    found = {
-        "load_weight_begin.avail_mem_gb": startup.load_begin_gib,
-        "load_weight_end.avail_mem_gb": startup.load_end_gib,
-        "load_weight_end.mem_usage_gb": startup.weights_gib,
-        "memory_pool_end.avail_mem_gb": {rank: values[0] for rank, values in startup.pool_end_gib.items()},
-        "cuda_graph_mem_usage_gb": {rank: values[-1] for rank, values in startup.graph_gib.items()},
-        "avail_after_graph_gb": startup.after_graph_gib,
-        "max_mamba_cache_size": failed[0] if failed else startup.max_mamba_cache_size,
-        "total_rest_memory_gb": failed and failed[1],
-        "mamba_cache_per_req_mb": failed and failed[2],
-        "conv_state_gb": state and state.conv_gib,
-        "ssm_state_gb": state and state.ssm_gib,
-        "intermediate_ssm_state_cache_gb": state and state.intermediate_ssm_gib,
-        "intermediate_conv_window_cache_gb": state and state.intermediate_conv_gib,
-        "kv_tokens": kv and kv.tokens,
-        "k_size_gb": kv and kv.k_gib,
-        "v_size_gb": kv and kv.v_gib,
-        "kv_size_gb": kv and kv.kv_gib,
-        "max_total_num_tokens": startup.max_total_num_tokens,
-        "max_running_requests": startup.max_running_requests,
-        "chunked_prefill_size": startup.chunked_prefill_size,
-        "max_prefill_tokens": startup.max_prefill_tokens,
-        "context_len": startup.context_len,
-        "available_gpu_mem_gb": startup.available_gpu_mem_gib,
-        "full_layer_tokens": startup.swa and startup.swa[0],
-        "swa_layer_tokens": startup.swa and startup.swa[1],
-        "max_running_requests_effective": startup.max_running_requests,
-    }
-    compared = []
-    for name, value in logged.items():
-        if name not in found or value is None or isinstance(value, str):
-            continue
-        got = found[name]
-        if isinstance(got, dict) and not isinstance(value, dict):
-            got = min(got.values(), default=None)
-        compared.append((name, value, got))
-    return compared
 
 
 TWO_BOOTS = {"rdna4_qwen3.6-35b-a3b-fp8_1.61M"}
