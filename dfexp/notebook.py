@@ -147,7 +147,7 @@ def execute(
         "html": str(executed.html),
         "parameters": spec.model_dump(mode="json"),
         "cwd": str(root),
-        "key": str(FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name).key),
+        "fleet": str(FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name).path),
     }
     with log.open("wb") as log_file:
         result = _run_child(job, log_file, tick)

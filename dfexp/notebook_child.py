@@ -22,7 +22,8 @@ from nbclient.exceptions import DeadKernelError
 from nbconvert import HTMLExporter
 from papermill.exceptions import PapermillExecutionError
 
-from dfexp import errors
+from dfexp import errors, fleet
+from dfexp.layout import FleetFolder
 
 _LEASH_GRACE_S = 20.0
 
@@ -46,7 +47,7 @@ def main() -> None:
         job = json.loads(sys.stdin.readline())
         threading.Thread(target=_follow_the_caller, daemon=True).start()
         outcome = _execute(job)
-        _hide_secrets(Path(job["notebook"]), Path(job["key"]))
+        _hide_key(Path(job["notebook"]), FleetFolder(Path(job["fleet"])))
         export_html(Path(job["notebook"]), Path(job["html"]))
         result.write(json.dumps(outcome) + "\n")
 
@@ -126,13 +127,14 @@ def _ended_early(path: Path, name: str, message: str) -> dict[str, Any]:
     return {**result, "cell": _cell_name(len(started), source)}
 
 
-def _hide_secrets(path: Path, key_file: Path) -> None:
+def _hide_key(path: Path, folder: FleetFolder) -> None:
     """Take the fleet's key out of the executed copy, wherever a traceback or a reply may have put it."""
-    if not (path.exists() and key_file.exists()):
-        return
-    key, text = key_file.read_text().strip(), path.read_text(encoding="utf-8")
-    if len(key) >= 8 and key in text:
-        path.write_text(text.replace(key, "(hidden)"), encoding="utf-8")
+    try:
+        key = fleet.attach(folder).key
+    except errors.FleetError:
+        return  # no fleet, or none whose key can be known here
+    if path.exists() and len(key) >= 8:
+        path.write_text(path.read_text(encoding="utf-8").replace(key, "(hidden)"), encoding="utf-8")
 
 
 def export_html(notebook: Path, html: Path) -> None:

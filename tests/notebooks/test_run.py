@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dfexp import notebook
+from dfexp import fleet, notebook
 from dfexp.control import wait_until
 from dfexp.errors import NotebookError, RunStopped
 from dfexp.layout import RunFolder
@@ -56,10 +56,14 @@ def test_the_whole_run_reaches_the_notebook_in_the_project_root(root: Path, fold
     assert loaded_from_elsewhere(made.html.read_text()) == []
 
 
-def test_an_error_of_ours_is_told_in_its_own_words_and_kept_in_the_page(root: Path, folder: RunFolder) -> None:
-    key = root / "outputs" / "fleets" / "demo" / "key"
-    key.parent.mkdir(parents=True)
-    key.write_text("sk-0123456789abcdef\n")
+def test_an_error_of_ours_is_told_in_its_own_words_and_kept_without_the_key(
+    root: Path, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "sk-0123456789abcdef")
+    path = root / "params" / "demo.yaml"
+    external = "{engine: external, urls: ['http://127.0.0.1:9'], api_key_env: SOME_KEY}"
+    path.write_text(path.read_text().replace("{engine: llamacpp, servers: 2}", external))
+    fleet.up(demo_spec(root), root)
     failing = "from dfexp.errors import FleetError\nraise FleetError('no sk-0123456789abcdef here.')"
     write_notebook(root, "n", "print('before')", failing, "print('after')")
     with pytest.raises(NotebookError, match=r"n.ipynb, cell \[4\] `raise FleetError.*: no .* here\. .*n.html") as told:
