@@ -126,7 +126,7 @@ def lengths(data: RunData) -> Chart:
             annotation={"text": f"max_tokens {cut:,}", "xanchor": "right", "xshift": -6},
         )  # fmt: skip
     figure.update_layout(barmode="stack")
-    figure.update_xaxes(range=[0, float(edges[-1])])
+    figure.update_xaxes(range=[0, float(edges[-1]) + width / 2])
     limit = "" if isinstance(cut, int) else "; each answer had all the room that its prompt left"
     return _finish(
         figure, data, "Answer lengths", f"Finished rows by completion tokens, as the servers count them{limit}",
