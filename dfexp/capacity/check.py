@@ -30,6 +30,8 @@ _POOLS = {
     "k_gib": ("k",),
     "v_gib": ("v",),
     "kv_gib": ("k", "v"),
+    "state_gib": ("ssm", "conv"),
+    "state_pool_gib": ("ssm", "conv"),
 }
 _NEEDS_SLOTS = {"ssm", "conv"}
 
@@ -104,6 +106,7 @@ def check_row(value: Mapping[str, Any], number: int = 0) -> Checked:
     except CapacityError as error:
         problem: str | None = str(error)
         counts, basis, missing = dict.fromkeys(_COUNTS, 0), "no plan", {}
+        counts["max_mamba_cache_size"] = getattr(error, "slots", 0)
     else:
         problem = row.no_shape
     compared, skipped = _compare(row, counts, basis)
@@ -199,7 +202,7 @@ def _count(name: str, counts: Mapping[str, int], expected: Mapping[str, float], 
     predicted, logged = counts[name], expected[name]
     difference = predicted - logged
     if name == "max_total_num_tokens":
-        error, allowed = difference / max(logged, 1), TOKENS_SHARE
+        error, allowed = difference / max(abs(logged), 1), TOKENS_SHARE
     else:
         slots = abs(counts.get("max_mamba_cache_size", 0) - expected.get("max_mamba_cache_size", float("inf")))
         error, allowed = difference, 1.0 if name == "max_mamba_cache_size" or slots == 1 else 0.0

@@ -14,7 +14,12 @@ class UnsupportedModel(CapacityError):
 
 
 class DoesNotFit(CapacityError):
-    """The configuration leaves no room for the pools; the message has SGLang's own numbers and the smallest fix."""
+    """The configuration leaves no room for the pools; the message has SGLang's own numbers and the smallest fix.
+
+    `slots`: state slots as SGLang's own message counts them (0 or below), where it stops at those.
+    """
+
+    slots: int = 0
 
 
 class FlagsRefused(CapacityError):

@@ -219,10 +219,12 @@ def _state_slots(shape: ModelShape, flags: Flags, rules: Rules, rest: GiB, resol
         shared = draft if rules.joint_speculative else 0
         slots = int((budget - padding * slot * (1 + shared)) // (slot * (1 + shared / resolved.slots_per_request)))
     if slots <= 0:
-        raise DoesNotFit(
-            f"the state pool would hold {slots} slots of {slot / 2**20:.2f} MiB (rest {left:.2f} GiB"
-            f"{', by mamba_full_memory_ratio' if ratio_sized else ''})."
+        by_ratio = ", by mamba_full_memory_ratio" if ratio_sized else ""
+        error = DoesNotFit(
+            f"the state pool would hold {slots} slots of {slot / 2**20:.2f} MiB (rest {left:.2f} GiB{by_ratio})."
         )
+        error.slots = slots
+        raise error
     if draft and rules.joint_speculative:
         requests = min(per_worker or 1, slots // resolved.slots_per_request)
         left -= slot * (requests + padding) * draft / _GIB

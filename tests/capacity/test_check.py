@@ -144,6 +144,12 @@ def test_a_model_without_state_has_tokens_and_a_cap() -> None:
     assert {item.name: item.ok for item in checked.compared} == dict.fromkeys(row["expected"], True)
 
 
+def test_a_failed_boot_fails_with_the_same_count() -> None:
+    row = changed("qwen3.6-27b-fp8_pro6000", date="2026-08-20", charges_padding_slot=True, inputs={"rest_gib": -7.96})
+    row["expected"] = {"max_mamba_cache_size": -28}
+    assert result(row)["max_mamba_cache_size"] == (-28, True)
+
+
 def test_latent_attention_is_not_divided() -> None:
     row = {
         "id": "mla", "kind": "bytes", "tp": 4, "kv_dtype": "bfloat16",
