@@ -84,7 +84,8 @@ def recorded(case: dict[str, Any], startup: Startup) -> list[tuple[str, Any, Any
 
 def main() -> int:
     """Print both tables; the status is that of the checks."""
-    report = check.check_lines((DATA / "checks.jsonl").read_text(encoding="utf-8").split("\n"))
+    texts = [(DATA / name).read_text(encoding="utf-8") for name in ("checks.jsonl", "more_checks.jsonl")]
+    report = check.check_lines("\n".join(texts).split("\n"))
     print(check.render(report))
     print("\nReal logs of SGLang on a CPU:")
     for path in sorted((DATA / "logs").glob("*.log")):

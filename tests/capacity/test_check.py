@@ -37,6 +37,13 @@ def test_every_row_keeps_the_promise() -> None:
     assert report.status == 0
 
 
+def test_more_public_reports_keep_it_too() -> None:
+    report = check_lines((DATA / "more_checks.jsonl").read_text().split("\n"))
+    print(render(report))
+    assert len(report.rows) == 12
+    assert report.status == 0
+
+
 def test_slots_are_exact_on_every_recorded_boot() -> None:
     compared = [
         item for row in ROWS.values() for item in check_row(row).compared if item.name == "max_mamba_cache_size"
