@@ -127,9 +127,7 @@ def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
             os.fsync(file.fileno())
         sha256 = _sha256(temporary)
         if path.exists() and (there := _sha256(path)) != sha256:
-            raise FingerprintError(
-                f"{path} holds other prompts (SHA-256 {there}, now {sha256}); it was left as it is. Rename this run."
-            )
+            raise FingerprintError(f"{path} holds other prompts (SHA-256 {there}), left as it is. Rename the run.")
         os.replace(temporary, path)
         fsync_dir(path.parent)
     except (TypeError, ValueError) as error:  # a NaN or a date among the tool calls
