@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dfexp.errors import ControlError, CorruptShardError
@@ -25,7 +24,6 @@ FINAL_STATES = frozenset({"ended", "stopped", "failed"})
 class Command:
     """One command as the running process receives it."""
 
-    id: str
     verb: str
     args: Mapping[str, Any]
 
@@ -52,25 +50,13 @@ def living_process(folder: RunFolder) -> ProcessId | None:
     return process if process.is_alive() else None
 
 
-def send(folder: RunFolder, verb: str, **args: Any) -> str:
-    """Leave a command for the running process and return its id. Raises ControlError when no process runs."""
+def send(folder: RunFolder, verb: str, **args: Any) -> None:
+    """Leave a command for the running process. Raises ControlError when no process runs."""
     process = living_process(folder)
     if process is None:
         raise ControlError(f"run {folder.name!r} has no running process, so it cannot be told to {verb!r}.")
-    command_id = f"{time.time_ns():020d}"
-    write_json(
-        folder.control / f"{command_id}.command.json",
-        {"id": command_id, "verb": verb, "to": str(process), "args": args},
-    )
-    return command_id
-
-
-def wait_answer(folder: RunFolder, command_id: str, timeout_s: float) -> dict[str, Any]:
-    """The answer to a command. Raises ControlError when the process ends or stays silent for `timeout_s`."""
-    path = folder.control / f"{command_id}.answer.json"
-    if not wait_until(lambda: path.exists() or living_process(folder) is None, timeout_s) or not path.exists():
-        raise ControlError(f"run {folder.name!r} did not answer a command within {timeout_s:g} s. See {folder.log}.")
-    return read_json(path)
+    path = folder.control / f"{time.time_ns():020d}.command.json"
+    write_json(path, {"verb": verb, "to": str(process), "args": args})
 
 
 def take_commands(folder: RunFolder, me: ProcessId) -> list[Command]:
@@ -83,20 +69,8 @@ def take_commands(folder: RunFolder, me: ProcessId) -> list[Command]:
             content = {}
         path.unlink(missing_ok=True)
         if content.get("to") == str(me):
-            taken.append(Command(id=content["id"], verb=content["verb"], args=content.get("args", {})))
+            taken.append(Command(verb=content["verb"], args=content.get("args", {})))
     return taken
-
-
-def answer(folder: RunFolder, command: Command, result: Mapping[str, Any]) -> None:
-    """Answer a command; called by the generating process."""
-    write_json(folder.control / f"{command.id}.answer.json", result)
-
-
-def prepare(folder: RunFolder) -> None:
-    """Make the control folder and remove answers that nobody waits for any more."""
-    folder.control.mkdir(parents=True, exist_ok=True)
-    for path in folder.control.glob("*.answer.json"):
-        _remove_if_old(path, age_s=3600)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, step_s: float = 0.05) -> bool:
@@ -107,8 +81,3 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, step_s: float = 
             return False
         time.sleep(step_s)
     return True
-
-
-def _remove_if_old(path: Path, age_s: float) -> None:
-    if time.time() - path.stat().st_mtime > age_s:
-        path.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ class RunFolder:
         self.name = path.name
         self.run_json = path / "run.json"  # resolved parameters, versions, hardware, fingerprints
         self.prompts = path / "prompts.jsonl"  # the frozen prompts; line i is index i
-        self.control = path / "control"  # commands to the running process, its status and its answers
+        self.control = path / "control"  # commands to the running process, and its status
         self.completions = path / "completions"  # shards, done-set, failures, manifest
         self.events = path / "events.jsonl"  # launches, crashes, restarts, findings
         self.log = path / "generate.log"  # what the generating process printed

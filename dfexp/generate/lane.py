@@ -25,14 +25,15 @@ _WATCH_S = 1.0
 _HEALTH_EVERY_S = 15.0
 _HEALTH_TIMEOUT_S = 30.0  # SGLang's health check answers after up to 20 s on a busy server
 _MISSES_TO_HANG = 3
+_MOST_DENIED_PAUSE_S = 30.0
 _RESTART_BUDGET = 6
 
 
 class Lane:
     """Feeds one server up to `limit` requests and knows whether it can be fed.
 
-    States: ready, suspect (a request could not reach it; being checked), down (being restarted, or waited for where
-    somebody else runs it), given_up.
+    States: ready, suspect (a request could not reach it or was denied; being checked), down (being restarted, or waited
+    for where somebody else runs it), given_up.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Lane:
         self._recent: deque[tuple[float, int]] = deque()
         self._last_sign = time.monotonic()
         self._deaths_in_a_row = 0
-        self._misses = 0
+        self._misses = self._denials = 0
         self._wake = asyncio.Event()
 
     @property
@@ -82,7 +83,7 @@ class Lane:
     def completed(self, now: float, tokens: int | None) -> None:
         """Count an answer: a sign of life."""
         self.done += 1
-        self._deaths_in_a_row = self._misses = 0
+        self._deaths_in_a_row = self._misses = self._denials = 0
         self._last_sign = now
         self._recent.append((now, tokens or 0))
 
@@ -91,8 +92,9 @@ class Lane:
         self.errors += 1
         self._wake.set()
 
-    def suspect(self) -> None:
-        """Stop feeding until the watch has seen the server answer."""
+    def suspect(self, *, denied: bool = False) -> None:
+        """Stop feeding until the watch has seen the server answer; `denied`: until it gives a token again."""
+        self._denials += denied
         if self.state == "ready":
             self.state = "suspect"
         self._wake.set()
@@ -133,26 +135,22 @@ class Lane:
     async def _check(self) -> None:
         """One look at the health page: any answer is a sign of life; silence three times in a row is a hang."""
         try:
-            await asyncio.to_thread(
-                get_text, f"{self.url}/health", key=self._fleet.key, timeout_s=_HEALTH_TIMEOUT_S / _MISSES_TO_HANG
-            )
-        except TimedOut:
+            await asyncio.to_thread(get_text, f"{self.url}/health", key=self._fleet.key, timeout_s=_HEALTH_TIMEOUT_S)
+        except (TimedOut, Unreachable) as error:
             self._misses += 1
-            if self._misses >= _MISSES_TO_HANG:
-                await self._bring_back("it hangs: three health checks without an answer")
-            return
-        except Unreachable:
-            self._misses += 1
-            if self._misses >= _MISSES_TO_HANG or not self.owned:
-                await self._bring_back("nothing listens at its address")
+            if self._misses >= _MISSES_TO_HANG or (isinstance(error, Unreachable) and not self.owned):
+                await self._bring_back(f"{self._misses} health checks without an answer, the last: {error}")
             else:
                 await asyncio.sleep(_WATCH_S)
             return
         except RequestError:
             pass  # an error page, or a server without a health page: it lives
         self._last_sign, self._misses = time.monotonic(), 0
-        if self.state == "suspect":
-            self.state = "ready"
+        if self._denials and not await self._answers():
+            await asyncio.sleep(min(_MOST_DENIED_PAUSE_S, 2.0 ** min(self._denials, 10)))
+            self._denials += 1
+        elif self.state == "suspect":
+            self.state, self._denials = "ready", 0
 
     async def _bring_back(self, why: str) -> None:
         """Restart the server, or wait for it where somebody else runs it, with growing pauses."""

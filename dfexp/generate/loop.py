@@ -8,6 +8,7 @@ import random
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -224,7 +225,7 @@ class Loop:
         if isinstance(error, RateLimited):
             lane.pause(now, retry_wait_s(error, job.attempt, self._draw) or 1.0)
         elif isinstance(error, (Unreachable, AccessDenied)):
-            lane.suspect()
+            lane.suspect(denied=error.stops_run)
         if error.stops_run and not self._progress.rows:
             self._fail(f"{lane.name}: {error}. Every row would fail like this one.")
         if not is_final(error, job.attempt, self._generation.max_attempts):
@@ -233,7 +234,7 @@ class Loop:
             attempt = job.attempt + error.counts_as_attempt
             self._queue.put_back(Job(index=job.index, attempt=attempt, avoid=lane.name), not_before=now + wait_s)
             return
-        self._progress.failed(error.kind)
+        self._progress.failed()
         failure = Failure(
             index=job.index,
             id=prompt.id,
@@ -262,7 +263,6 @@ class Loop:
         for command in control.take_commands(self._s.folder, self._s.me):
             if command.verb in (control.STOP, control.STOP_NOW):
                 self.ask_to_stop(command.args.get("reason", "asked to stop"), now=command.verb == control.STOP_NOW)
-            control.answer(self._s.folder, command, {"state": self._state})
         owner, policy = self._s.owner, self._generation.on_orphan
         if self._state == "running" and policy == "stop" and owner is not None and not owner.is_alive():
             self.ask_to_stop(f"the process that started this run ({owner.pid}) is gone")
@@ -274,7 +274,7 @@ class Loop:
             return
         if all(lane.state == "given_up" for lane in lanes):
             self._fail("every server was given up after it kept dying; its log and events.jsonl say why")
-        if any(lane.state in ("ready", "suspect") for lane in lanes):
+        if any(lane.state == "ready" for lane in lanes):
             self._all_down_since = None
             return
         self._all_down_since = self._all_down_since or time.monotonic()
@@ -313,7 +313,9 @@ class Loop:
             "in_flight": self._in_flight,
             "done_before": self._done_before,
             **rates,
-            "failures_by_kind": dict(self._progress.failures),
+            "failures_by_kind": dict(
+                Counter(shards.failures_by_kind()) + Counter(held.kind for held in self._streak.held)
+            ),
             "flags": dict(self._progress.flags),
             "disk_refuses": self._recorder.refusal,
             "servers": [lane.status(now, rates["window_s"]) for lane in self._lanes],

@@ -19,7 +19,7 @@ class Progress:
         self._tokens = 0
         self._counted = 0
         self.rows = 0
-        self.failures: Counter[str] = Counter()
+        self.failures = 0
         self.flags: Counter[str] = Counter()
 
     def completed(self, now: float, completion_tokens: int | None, flags: tuple[str, ...]) -> None:
@@ -31,9 +31,9 @@ class Progress:
             self._counted += 1
         self._recent.append((now, completion_tokens or 0))
 
-    def failed(self, kind: str) -> None:
+    def failed(self) -> None:
         """Count one row that will not succeed."""
-        self.failures[kind] += 1
+        self.failures += 1
 
     def rates(self, now: float, *, left: int) -> dict[str, Any]:
         """Client rates over the window, mean length, and the time that `left` rows need at the rate since the start."""
@@ -41,7 +41,7 @@ class Progress:
             self._recent.popleft()
         since_start_s = max(now - self._started, 1e-9)
         window_s = min(WINDOW_S, since_start_s)
-        settled = self.rows + sum(self.failures.values())
+        settled = self.rows + self.failures
         return {
             "rows_per_s": len(self._recent) / window_s,
             "tok_per_s": sum(tokens for _, tokens in self._recent) / window_s,

@@ -105,7 +105,7 @@ def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = N
             _check_same(spec, folder)
             return folder
         fleet.attach(fleet_folder(spec, root))
-        control.prepare(folder)
+        folder.control.mkdir(exist_ok=True)
         _spawn(folder, root, retry_failed)
     return folder
 

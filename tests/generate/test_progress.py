@@ -39,5 +39,5 @@ def test_a_row_without_counts_does_not_lower_the_mean() -> None:
 def test_failed_rows_count_towards_the_estimate_since_they_are_settled() -> None:
     progress = Progress(0.0)
     progress.completed(1.0, 10, ())
-    progress.failed("refused")
+    progress.failed()
     assert progress.rates(10.0, left=4)["eta_s"] == pytest.approx(20.0)

@@ -146,6 +146,24 @@ async def test_a_wrong_key_or_model_stops_the_run_at_once(project: Project) -> N
         assert len(server.bodies) < 20
 
 
+async def test_a_server_that_denies_in_mid_run_is_left_alone_until_it_serves_again(project: Project) -> None:
+    denied = 0
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        nonlocal denied
+        if n < 12 or denied >= 8:
+            return chat()
+        denied += 1
+        return error(404, "model is being swapped")
+
+    async with ScriptedServer(script) as server:
+        folder = await project.start(project.spec([server.url], 60))
+        status = await project.end(folder)
+        sent = Counter(question(b) for b in server.bodies if "question" in question(b))
+    assert (status["state"], status["done"], status["failed"]) == ("ended", 60, 0)
+    assert sum(sent.values()) < 60 + 8
+
+
 async def test_kill_9_loses_nothing_that_was_reported_and_resume_completes(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat(), delay_s=0.05) as server:
         spec = project.spec([server.url], 200)

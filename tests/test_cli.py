@@ -1,0 +1,212 @@
+"""The command as a user types it: wrong files cost nothing, and a whole run survives what may happen to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dfexp import cli, control
+from dfexp.layout import RunFolder
+from dfexp.shards import read_failures, read_rows
+
+WRONG = sorted((Path(__file__).parent / "data" / "params").glob("*.yaml"))
+DFEXP = [sys.executable, "-m", "dfexp.cli"]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A project folder with a small run on the embedded engine."""
+    (tmp_path / "params").mkdir()
+    prompts = [{"prompt": f"Name {n} things that are {word}."} for n in range(2, 8) for word in ("red", "round", "new")]
+    prompts += [{"prompt": ""}, {"prompt": "long " * 3000}]
+    (tmp_path / "params" / "p.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (tmp_path / "params" / "small.yaml").write_text(
+        "run: small\n"
+        "fleet: {engine: llamacpp, servers: 2, max_running_requests: 2, context_length: 512}\n"
+        "prompts: {path: params/p.jsonl}\n"
+        "generation: {max_tokens: 24, rows_per_shard: 5, drain_s: 20, progress_interval_s: 1, seed: 3}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    subprocess.run([*DFEXP, "fleet", "down", "small", "--force"], capture_output=True, check=False)
+    assert not processes_of(tmp_path), "a test left processes behind"
+
+
+def processes_of(project: Path) -> list[psutil.Process]:
+    """Living processes that name the project's folder in their command line or work in it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mine = process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE
+            if not mine and (str(project) in " ".join(process.cmdline()) or process.cwd() == str(project)):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*DFEXP, *argv], capture_output=True, text=True, check=False, timeout=300)
+
+
+def counts(folder: RunFolder) -> Counter[int]:
+    return Counter(row["index"] for row in read_rows(folder.completions))
+
+
+def wait_for(condition: Any, timeout_s: float = 120.0) -> None:
+    assert control.wait_until(condition, timeout_s)
+
+
+def done(folder: RunFolder) -> int:
+    return int((control.read_status(folder) or {}).get("done", 0))
+
+
+@pytest.mark.parametrize("path", WRONG, ids=lambda path: path.stem)
+def test_a_wrong_file_is_a_clear_error_and_nothing_is_started(
+    path: Path, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = project / "params" / path.name
+    shutil.copy(path, copy)
+    assert cli.main(["run", str(copy)]) == cli.EXIT_WRONG
+    said = capsys.readouterr().err
+    assert said.startswith("dfexp: ")
+    assert path.name in said
+    assert "Traceback" not in said
+    assert not (project / "outputs").exists()
+    assert not processes_of(project)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["run", "params/none.yaml"], "params/none.yaml"),
+        (["run", "params/small.yaml", "--set", "generation.max_tokns=4"], "Did you mean generation.max_tokens?"),
+        (["run", "params/small.yaml", "--set", "nonsense"], "group.key=value"),
+        (["run", "params/small.yaml", "--set", "prompts.path=none.jsonl"], "none.jsonl"),
+        (["check", "params/small.yaml", "--set", "fleet.servers=0"], "fleet.servers"),
+        (["resume", "nobody"], "'nobody'"),
+        (["stop", "nobody"], "'nobody'"),
+        (["fleet", "down", "nobody"], "nobody"),
+    ],
+)
+def test_wrong_input_names_the_value(
+    argv: list[str], words: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) in (cli.EXIT_WRONG, cli.EXIT_FAILED)
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+    assert not list(project.glob("outputs/*/run.json"))
+
+
+def test_check_says_what_would_be_run_and_starts_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "params/small.yaml"]) == cli.EXIT_OK
+    said = capsys.readouterr().out
+    assert "19 prompts" in said
+    assert "1 empty" in said
+    assert not (project / "outputs").exists()
+
+
+def test_status_of_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == cli.EXIT_OK
+    assert cli.main(["fleet", "status"]) == cli.EXIT_OK
+    assert "no runs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(project: Path) -> None:
+    folder = RunFolder(project / "outputs" / "small")
+    first = run("run", "params/small.yaml")
+    assert first.returncode == 0, first.stderr
+    assert "18 succeeded + 1 failed = 19 of 19 asked" in first.stdout
+    assert counts(folder) == Counter(range(18))
+    (failure,) = read_failures(folder.completions)
+    assert failure["kind"] == "prompt_too_long"
+    assert {row["server"] for row in read_rows(folder.completions)} == {
+        server["name"] for server in (control.read_status(folder) or {})["servers"]
+    }
+    for name in cli.NOTEBOOKS:
+        assert (folder.notebooks / f"{name}.ipynb").exists()
+        assert (folder.notebooks / f"{name}.html").exists()
+    assert list(folder.report.glob("*.csv"))
+    assert not processes_of(project)
+    again = run("resume", "small")
+    assert again.returncode == 0, again.stderr
+    assert counts(folder) == Counter(range(18))
+
+
+@pytest.mark.slow
+def test_without_a_network_the_whole_run_works(project: Path) -> None:
+    """In a network namespace of its own, with nothing but loopback."""
+    command = f"ip link set lo up && exec {sys.executable} -m dfexp.cli run params/small.yaml"
+    made = subprocess.run(
+        ["unshare", "--net", "--map-root-user", "sh", "-c", command],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr + made.stdout
+    assert counts(RunFolder(project / "outputs" / "small")) == Counter(range(18))
+
+
+@pytest.mark.slow
+def test_interrupted_killed_and_robbed_of_a_server_it_still_ends_with_every_row_once(project: Path) -> None:
+    folder = RunFolder(project / "outputs" / "small")
+    with subprocess.Popen([*DFEXP, "run", "params/small.yaml"], stdout=subprocess.PIPE, text=True) as command:
+        wait_for(lambda: done(folder) >= 3)
+        command.send_signal(signal.SIGINT)
+        out, _ = command.communicate(timeout=120)
+    assert command.returncode == cli.EXIT_STOPPED, out
+    assert (control.read_status(folder) or {})["state"] == "stopped"
+    kept = counts(folder)
+    assert sum(kept.values()) == done(folder)
+    assert not list(folder.completions.glob("*.partial"))
+    assert not processes_of(project)
+
+    with subprocess.Popen([*DFEXP, "resume", "small"], stderr=subprocess.PIPE, text=True) as command:
+        wait_for(lambda: done(folder) >= len(kept) + 2)
+        process = control.living_process(folder)
+        assert process is not None
+        reported = done(folder)
+        os.kill(process.pid, signal.SIGKILL)
+        _, err = command.communicate(timeout=120)
+    assert command.returncode == cli.EXIT_FAILED
+    assert "resume" in err
+    after_kill = counts(folder)
+    assert len(after_kill) >= reported
+    assert kept.keys() <= after_kill.keys()
+
+    with subprocess.Popen([*DFEXP, "resume", "small"], stdout=subprocess.PIPE, text=True) as command:
+        wait_for(lambda: (control.read_status(folder) or {}).get("done_before") == len(after_kill))
+        servers = json.loads((project / "outputs/fleets/small/fleet.json").read_text())["servers"]
+        os.kill(servers[0]["pid"], signal.SIGKILL)
+        out, _ = command.communicate(timeout=240)
+    assert command.returncode == 0, out
+    assert counts(folder) == Counter(range(18))
+    assert "server_down" in folder.events.read_text()
+
+
+@pytest.mark.slow
+def test_stop_from_another_terminal(project: Path) -> None:
+    folder = RunFolder(project / "outputs" / "small")
+    with subprocess.Popen([*DFEXP, "run", "params/small.yaml"], stdout=subprocess.DEVNULL) as command:
+        wait_for(lambda: done(folder) >= 2)
+        stopped = run("stop", "small")
+        assert stopped.returncode == 0, stopped.stderr
+        assert "stopped" in stopped.stdout
+        assert command.wait(60) == cli.EXIT_STOPPED
+    shown = run("status", "small")
+    assert "stopped" in shown.stdout
+    start = time.monotonic()
+    assert run("stop", "small").returncode == 0, "stopping what has stopped is no error"
+    assert time.monotonic() - start < 30
