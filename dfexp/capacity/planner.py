@@ -141,10 +141,15 @@ class _Search:
 
     def _best_requests(self, server: Server, workload: Workload) -> _Scored | None:
         """The smallest request cap that is as good as the fastest; more is tried until several in a row are slower."""
+        try:
+            resolve(server.flags, server.shape, self._setting.rules)
+        except FlagsRefused:
+            self._drop("refused by SGLang")
+            return None
         tried: list[tuple[int, float]] = []
         best, worse = float("inf"), 0
         for requests in _caps():
-            hours = self._sized_hours(server, requests, workload)
+            hours = self.hours(_sized(server, requests, self._setting.rules), workload)
             if hours is not None:
                 tried.append((requests, hours))
             worse = worse + 1 if tried and (hours is None or hours >= best) else 0
@@ -154,15 +159,6 @@ class _Search:
         chosen = next(((requests, hours) for requests, hours in tried if hours <= best * (1 + CLOSE)), None)
         return None if chosen is None else (chosen[1], _sized(server, chosen[0], self._setting.rules))
 
-    def _sized_hours(self, server: Server, requests: int, workload: Workload) -> float | None:
-        try:
-            sized = _sized(server, requests, self._setting.rules)
-        except FlagsRefused:
-            self.tried += 1
-            self.dropped["refused by SGLang"] = self.dropped.get("refused by SGLang", 0) + 1
-            return None
-        return self.hours(sized, workload)
-
     def hours(self, server: Server, workload: Workload) -> float | None:
         """Predicted hours; None, and counted by reason, for what cannot run or leaves too little room."""
         self.tried += 1
@@ -170,14 +166,19 @@ class _Search:
         try:
             memory = plan_memory(server.shape, server.flags, setting.rules, setting.free)
             prediction = predict(server, memory, setting.efficiency, workload)
-        except CapacityError as error:
-            reason = {DoesNotFit: "does not fit", FlagsRefused: "refused by SGLang"}.get(type(error), "impossible")
-            self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        except DoesNotFit:
+            self._drop("does not fit")
+            return None
+        except CapacityError:
+            self._drop("impossible")
             return None
         if prediction.retraction_sigmas < why.LEAST_SIGMAS:
-            self.dropped["too close to retraction"] = self.dropped.get("too close to retraction", 0) + 1
+            self._drop("too close to retraction")
             return None
         return prediction.hours(setting.prompts, setting.servers)
+
+    def _drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
 
 def _caps() -> Iterator[int]:

@@ -74,8 +74,10 @@ def verdict(share: float | None, threshold: float) -> str:
     """Whether the radix cache pays, in words."""
     if threshold >= 1.0:
         limit = "at any shared-prefix share, going without the radix cache is faster by this model"
+    elif threshold <= 0.0:
+        limit = "going without the radix cache gains nothing"
     else:
-        limit = f"going without the radix cache is faster below a shared-prefix share of {threshold:.0%}"
+        limit = f"going without the radix cache is faster below a shared-prefix share of {threshold:.1%}"
     if share is None:
         return f"{limit}; the share of these prompts was not measured, so it is no candidate: measure it on them."
     return f"{limit}; these prompts share {share:.1%}."
