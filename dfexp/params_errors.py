@@ -75,7 +75,8 @@ def _path(item: ErrorDetails, tree: Any) -> tuple[str | int, ...]:
     """The user's path to the mistake: pydantic's also names branches of unions, which the user never wrote."""
     path: tuple[str | int, ...] = ()
     for step in item["loc"]:
-        if (isinstance(tree, Mapping) and step in tree) or (isinstance(tree, list) and isinstance(step, int)):
+        is_written = step in tree if isinstance(tree, Mapping) else isinstance(tree, list) and isinstance(step, int)
+        if is_written:
             path, tree = (*path, step), tree[step]
     if item["type"] == "missing":
         return (*path, item["loc"][-1])
