@@ -13,27 +13,25 @@ from typing import Any
 
 from dfexp.capacity.check_row import Row, RowError, read_row
 from dfexp.capacity.errors import CapacityError
-from dfexp.capacity.memory import MULTIMODAL_RESERVE_GIB, Free, pool_bytes, request_cap, split
+from dfexp.capacity.memory import MULTIMODAL_RESERVE_GIB, Free, fixed_slots, pool_bytes, request_cap, split
 from dfexp.capacity.units import LOG_ROUNDING_GIB, GiB, to_gib
 
 TOKENS_SHARE = 0.005
-_COUNTS = ("max_mamba_cache_size", "max_total_num_tokens", "max_running_requests")
-_POOLS = {
-    "ssm_state_gib": ("ssm",),
-    "conv_state_gib": ("conv",),
-    "intermediate_ssm_gib": ("intermediate_ssm",),
-    "intermediate_ssm_state_gib": ("intermediate_ssm",),
-    "intermediate_ssm_state_cache_gib": ("intermediate_ssm",),
-    "intermediate_conv_gib": ("intermediate_conv",),
-    "intermediate_conv_window_gib": ("intermediate_conv",),
-    "intermediate_conv_window_cache_gib": ("intermediate_conv",),
-    "k_gib": ("k",),
-    "v_gib": ("v",),
-    "kv_gib": ("k", "v"),
-    "state_gib": ("ssm", "conv"),
-    "state_pool_gib": ("ssm", "conv"),
+SLOTS, TOKENS, CAP = "max_mamba_cache_size", "max_total_num_tokens", "max_running_requests"
+_POOLS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ssm_state_gib": (SLOTS, ("ssm",)),
+    "conv_state_gib": (SLOTS, ("conv",)),
+    "state_gib": (SLOTS, ("ssm", "conv")),
+    "k_gib": (TOKENS, ("k",)),
+    "v_gib": (TOKENS, ("v",)),
+    "kv_gib": (TOKENS, ("k", "v")),
+    **{f"intermediate_ssm{rest}": (CAP, ("intermediate_ssm",)) for rest in ("_gib", "_state_gib", "_state_cache_gib")},
+    **{
+        f"intermediate_conv{rest}": (CAP, ("intermediate_conv",))
+        for rest in ("_gib", "_window_gib", "_window_cache_gib")
+    },
 }
-_NEEDS_SLOTS = {"ssm", "conv"}
+"""What a logged size is called: the count that it follows from, and the pools that it adds up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,60 +99,56 @@ def check_lines(lines: Iterable[str]) -> Report:
 def check_row(value: Mapping[str, Any], number: int = 0) -> Checked:
     """Check one row. Raises RowError when a field has a wrong type."""
     row = read_row(value, number)
+    problem, not_checked = row.no_shape, {}
     try:
-        counts, basis, missing = _counts(row)
-    except CapacityError as error:
-        problem: str | None = str(error)
-        counts, basis, missing = dict.fromkeys(_COUNTS, 0), "no plan", {}
-        counts["max_mamba_cache_size"] = getattr(error, "slots", 0)
-    else:
-        problem = row.no_shape
-    compared, skipped = _compare(row, counts, basis)
-    reasons = {name: missing.get(name, why) for name, why in skipped.items()}
+        counts, basis = _counts(row)
+    except CapacityError as error:  # a report of a server that ran: no plan is a wrong prediction
+        counts, basis, problem = {SLOTS: getattr(error, "slots", 0), TOKENS: 0, CAP: 0}, "no plan", str(error)
+    compared = []
+    for name, logged in row.expected.items():
+        if name in (SLOTS, TOKENS, CAP):
+            found = _count(name, counts, row.expected, basis) if name in counts else _why_not(name, row)
+        elif name in _POOLS:
+            found = _pool(row, name, logged, counts)
+        else:
+            found = "not a number that this check knows"
+        if isinstance(found, Compared):
+            compared.append(found)
+        else:
+            not_checked[name] = found
     return Checked(
         id=row.id,
         kind=row.kind,
         rules=row.rules.version,
         compared=tuple(compared),
-        not_checked=reasons,
+        not_checked=not_checked,
         problem=problem,
     )
 
 
-def _counts(row: Row) -> tuple[dict[str, int], str, dict[str, str]]:
-    """Predicted slots, tokens and cap, from what they were predicted, and what could not be and why."""
+def _why_not(name: str, row: Row) -> str:
+    return row.no_shape or ("given, not asked" if name == SLOTS else "no free memory is given to predict it from")
+
+
+def _counts(row: Row) -> tuple[dict[str, int], str]:
+    """Predicted slots, tokens and cap, and from what. Raises CapacityError."""
     rest = _rest(row)
-    counts: dict[str, int]
     if rest is not None and row.shape is not None:
         plan = split(row.shape, row.flags, row.rules, rest, row.resolved)
-        counts = {"max_total_num_tokens": plan.max_total_num_tokens, "max_running_requests": plan.max_running_requests}
-        if row.has_state:
-            counts["max_mamba_cache_size"] = plan.max_mamba_cache_size
-        return counts, "free memory" if row.rest_gib is None else "rest", {}
-    missing = {"max_total_num_tokens": row.no_shape or "no free memory is given, so tokens cannot be predicted"}
-    counts = {}
+        counts = {TOKENS: plan.max_total_num_tokens, CAP: plan.max_running_requests}
+        slots_there = {SLOTS: plan.max_mamba_cache_size} if row.has_state else {}
+        return counts | slots_there, "free memory" if row.rest_gib is None else "rest"
+    given = fixed_slots(row.flags, row.resolved) if row.has_state else None
+    counts = {} if given is None else {SLOTS: given}
     if row.flags.max_total_tokens is not None:
-        counts["max_total_num_tokens"] = row.flags.max_total_tokens // row.resolved.page_size * row.resolved.page_size
-    given = _given_slots(row)
-    slots = row.expected.get("max_mamba_cache_size", given)
-    if given is not None:
-        counts["max_mamba_cache_size"] = given
-    else:
-        missing["max_mamba_cache_size"] = "given, not asked" if slots is not None else "no free memory is given"
-    if slots is None and row.has_state:
-        missing["max_running_requests"] = "neither free memory nor slots are given"
-        return counts, "", missing
-    tokens = row.expected.get("max_total_num_tokens")
-    cap, _ = request_cap(
-        row.flags,
-        row.rules,
-        row.resolved,
-        context=row.context,
-        slots=int(slots) if slots is not None and row.has_state else None,
-        tokens=int(tokens) if tokens is not None else None,
-    )
-    counts["max_running_requests"] = cap
-    return counts, "flags" if given is not None else "logged slots", missing
+        counts[TOKENS] = row.flags.max_total_tokens // row.resolved.page_size * row.resolved.page_size
+    slots, tokens = row.expected.get(SLOTS, given), row.expected.get(TOKENS)
+    if slots is not None or not row.has_state:
+        counts[CAP], _ = request_cap(
+            row.flags, row.rules, row.resolved, context=row.context, tokens=None if tokens is None else int(tokens),
+            slots=int(slots) if slots is not None and row.has_state else None,
+        )  # fmt: skip
+    return counts, "flags" if given is not None else "logged slots"
 
 
 def _rest(row: Row) -> GiB | None:
@@ -167,45 +161,39 @@ def _rest(row: Row) -> GiB | None:
     return GiB(rest - (MULTIMODAL_RESERVE_GIB if row.multimodal and row.rules.reserves_multimodal else 0.0))
 
 
-def _given_slots(row: Row) -> int | None:
-    """Slots that the flags fix whatever the memory."""
-    shards = row.flags.dp_size if row.flags.enable_dp_attention else 1
-    if not row.has_state:
-        return None
-    if row.flags.max_mamba_cache_size is not None:
-        return row.flags.max_mamba_cache_size // shards
-    if not row.resolved.radix_cache and row.resolved.max_running_requests is not None:
-        return max(1, row.resolved.max_running_requests // shards)
-    return None
-
-
-def _compare(row: Row, counts: Mapping[str, int], basis: str) -> tuple[list[Compared], dict[str, str]]:
-    compared, skipped = [], {}
-    for name, logged in row.expected.items():
-        if name in _COUNTS:
-            if name in counts:
-                compared.append(_count(name, counts, row.expected, basis))
-            else:
-                skipped[name] = row.no_shape or "not predicted"
-        elif name in _POOLS:
-            result = _pool(row, name, logged, counts)
-            if isinstance(result, str):
-                skipped[name] = result
-            else:
-                compared.append(result)
-        else:
-            skipped[name] = "not a number that this check knows"
-    return compared, skipped
-
-
 def _count(name: str, counts: Mapping[str, int], expected: Mapping[str, float], basis: str) -> Compared:
     predicted, logged = counts[name], expected[name]
-    difference = predicted - logged
-    if name == "max_total_num_tokens":
-        error, allowed = difference / max(abs(logged), 1), TOKENS_SHARE
-    else:
-        slots = abs(counts.get("max_mamba_cache_size", 0) - expected.get("max_mamba_cache_size", float("inf")))
-        error, allowed = difference, 1.0 if name == "max_mamba_cache_size" or slots == 1 else 0.0
+    error, allowed = float(predicted - logged), 0.0
+    if name == TOKENS:
+        error, allowed = error / max(abs(logged), 1), TOKENS_SHARE
+    elif name == SLOTS or abs(counts.get(SLOTS, 0) - expected.get(SLOTS, float("inf"))) == 1:
+        allowed = 1.0
+    return _compared(name, predicted, logged, error, allowed, basis)
+
+
+def _pool(row: Row, name: str, logged: float, counts: Mapping[str, int]) -> Compared | str:
+    """A pool's size at the logged counts where they are there (so that it tests bytes alone), else at the predicted."""
+    count, parts = _POOLS[name]
+    at = {key: int(row.expected.get(key, counts.get(key, 0))) for key in (SLOTS, TOKENS, CAP)}
+    if row.shape is None or not (count in row.expected or count in counts):
+        return row.no_shape or f"{count} is neither given nor predicted"
+    sizes = pool_bytes(
+        row.shape,
+        row.flags,
+        row.rules,
+        slots=at[SLOTS],
+        tokens=at[TOKENS],
+        page=row.resolved.page_size,
+        requests=at[CAP],
+    )
+    predicted = to_gib(sum(sizes[part] for part in parts))
+    slack = predicted / (at[SLOTS] + 1) if count == SLOTS else TOKENS_SHARE * logged
+    allowed = LOG_ROUNDING_GIB * len(parts) + (0.0 if count in row.expected else slack) + 1e-9
+    basis = f"{'logged' if count in row.expected else 'predicted'} {count}"
+    return _compared(name, predicted, logged, predicted - logged, allowed, basis)
+
+
+def _compared(name: str, predicted: float, logged: float, error: float, allowed: float, basis: str) -> Compared:
     return Compared(
         name=name,
         predicted=predicted,
@@ -214,42 +202,6 @@ def _count(name: str, counts: Mapping[str, int], expected: Mapping[str, float], 
         allowed=allowed,
         ok=abs(error) <= allowed,
         basis=basis,
-    )
-
-
-def _pool(row: Row, name: str, logged: float, counts: Mapping[str, int]) -> Compared | str:
-    """A pool's size at the logged counts where they are there (so that it tests bytes alone), else at the predicted."""
-    if row.shape is None:
-        return row.no_shape or "no shape is given"
-    wanted = _POOLS[name]
-    draft = "intermediate" in name
-    key = "max_mamba_cache_size" if wanted[0] in _NEEDS_SLOTS else "max_total_num_tokens"
-    key = "max_running_requests" if draft else key
-    count = row.expected.get(key, counts.get(key))
-    if count is None:
-        return f"{key} is neither given nor predicted"
-    at = {"max_mamba_cache_size": 0, "max_total_num_tokens": 0, "max_running_requests": 0, key: int(count)}
-    if draft:
-        at["max_mamba_cache_size"] = 1
-    try:
-        sizes = pool_bytes(
-            row.shape, row.flags, row.rules, slots=at["max_mamba_cache_size"], tokens=at["max_total_num_tokens"],
-            page=row.resolved.page_size, requests=at["max_running_requests"],
-        )  # fmt: skip
-    except CapacityError as error:
-        return str(error)
-    predicted = to_gib(sum(sizes[part] for part in wanted))
-    exact = key in row.expected
-    slack = predicted / (count + 1) if key == "max_mamba_cache_size" else TOKENS_SHARE * logged
-    allowed = LOG_ROUNDING_GIB * len(wanted) + (0.0 if exact else slack)
-    return Compared(
-        name=name,
-        predicted=predicted,
-        logged=logged,
-        error=predicted - logged,
-        allowed=allowed,
-        ok=abs(predicted - logged) <= allowed + 1e-9,
-        basis=f"{'logged' if exact else 'predicted'} {key}",
     )
 
 
@@ -287,9 +239,9 @@ def render(report: Report) -> str:
 
 
 def _line(row_id: str, item: Compared) -> str:
-    if item.name in _COUNTS:
+    if item.name in (SLOTS, TOKENS, CAP):
         numbers = f"{item.predicted:>12.0f} {item.logged:>12.0f}"
-        share = item.name == "max_total_num_tokens"
+        share = item.name == TOKENS
         error, allowed = (
             (f"{item.error:+.2%}", f"{item.allowed:.1%}") if share else (f"{item.error:+.0f}", f"{item.allowed:.0f}")
         )

@@ -63,7 +63,7 @@ class Flags:
         return self.mamba_ssm_dtype or shape.ssm_dtype or "float32"
 
 
-_OLD_NAMES = {
+OLD_NAMES = {
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
     "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
     "tp": "tp_size",
@@ -84,7 +84,7 @@ def parse_flags(values: Mapping[str, Any]) -> Flags:
     given: dict[str, Any] = {}
     for raw, value in values.items():
         name = raw.removeprefix("--").replace("-", "_")
-        name = _OLD_NAMES.get(name, name)
+        name = OLD_NAMES.get(name, name)
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."

@@ -12,7 +12,7 @@ from typing import Literal
 from dfexp.capacity.errors import CapacityError, DoesNotFit
 from dfexp.capacity.flags import Flags, Resolved, resolve
 from dfexp.capacity.shape import LatentAttention, ModelShape, dtype_bytes
-from dfexp.capacity.units import Bytes, GiB, to_gib
+from dfexp.capacity.units import Bytes, GiB
 from dfexp.capacity.versions import Rules
 
 UNLOGGED_GIB = GiB(0.03)
@@ -196,6 +196,15 @@ def kv_cell_bytes(shape: ModelShape, flags: Flags, rules: Rules) -> int:
     return cell
 
 
+def fixed_slots(flags: Flags, resolved: Resolved) -> int | None:
+    """State slots of one worker that the flags fix whatever the memory; None where memory decides."""
+    shards = flags.dp_size if flags.enable_dp_attention else 1
+    if flags.max_mamba_cache_size is not None:
+        return flags.max_mamba_cache_size // shards
+    running = resolved.max_running_requests
+    return max(1, running // shards) if not resolved.radix_cache and running is not None else None
+
+
 def _state_slots(shape: ModelShape, flags: Flags, rules: Rules, rest: GiB, resolved: Resolved) -> tuple[int, float]:
     """State slots, and GiB left for the KV pool."""
     if shape.state is None:
@@ -208,21 +217,15 @@ def _state_slots(shape: ModelShape, flags: Flags, rules: Rules, rest: GiB, resol
     left = float(rest)
     if draft and not rules.joint_speculative:
         left -= slot * (per_worker or 0) * draft / _GIB
-    ratio_sized = False
-    if flags.max_mamba_cache_size is not None:
-        slots = flags.max_mamba_cache_size // shards
-    elif not resolved.radix_cache and per_worker is not None:
-        slots = per_worker
+    fixed = fixed_slots(flags, resolved)
+    if fixed is not None:
+        slots = fixed
     else:
-        ratio_sized = True
         budget = left * flags.mamba_full_memory_ratio / (1 + flags.mamba_full_memory_ratio) * _GIB
         shared = draft if rules.joint_speculative else 0
         slots = int((budget - padding * slot * (1 + shared)) // (slot * (1 + shared / resolved.slots_per_request)))
     if slots <= 0:
-        by_ratio = ", by mamba_full_memory_ratio" if ratio_sized else ""
-        error = DoesNotFit(
-            f"the state pool would hold {slots} slots of {slot / 2**20:.2f} MiB (rest {left:.2f} GiB{by_ratio})."
-        )
+        error = DoesNotFit(f"the state pool would hold {slots} slots of {slot / 2**20:.2f} MiB (rest {left:.2f} GiB).")
         error.slots = slots
         raise error
     if draft and rules.joint_speculative:
@@ -267,14 +270,14 @@ def pool_bytes(
     if draft and flags.speculative_draft_layers:
         share = flags.speculative_draft_layers / shape.attention.layers
         sizes["draft_kv"] = Bytes(int((sizes["k"] + sizes["v"]) * share))
-    if shape.state is not None and slots:
+    if shape.state is not None:
         ssm = shape.state.ssm_bytes(tp, dtype_bytes(flags.ssm_dtype(shape)))
-        conv = shape.state.conv_bytes(tp, CONV_BYTES)
-        sizes["ssm"], sizes["conv"] = Bytes((slots + 1) * ssm), Bytes((slots + 1) * conv)
-        columns = shape.state.conv_kernel - 1
+        conv, columns = shape.state.conv_bytes(tp, CONV_BYTES), shape.state.conv_kernel - 1
+        padded, rows = (slots + 1 if slots else 0), (requests + 1 if draft else 0)
         windows = draft + columns - 1 if rules.packed_conv_window else draft * columns
-        sizes["intermediate_ssm"] = Bytes((requests + 1) * draft * ssm if draft else 0)
-        sizes["intermediate_conv"] = Bytes((requests + 1) * windows * conv // columns if draft else 0)
+        sizes["ssm"], sizes["conv"] = Bytes(padded * ssm), Bytes(padded * conv)
+        sizes["intermediate_ssm"] = Bytes(rows * draft * ssm)
+        sizes["intermediate_conv"] = Bytes(rows * windows * conv // max(1, columns))
     return sizes
 
 
@@ -293,8 +296,3 @@ def _notes(shape: ModelShape, flags: Flags, tokens: int, cap: int, cap_from: Cap
     if isinstance(shape.attention, LatentAttention) and flags.attention_tp > 1:
         notes.append("MLA keeps the whole KV pool on every rank; tp does not enlarge it (dp attention does).")
     return tuple(notes)
-
-
-def weights_gib(total: Bytes, tp: int) -> GiB:
-    """One rank's share of the weights, replicated parts ignored."""
-    return to_gib(int(total / tp))

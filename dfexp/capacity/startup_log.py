@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dfexp.capacity.errors import CapacityError
-from dfexp.capacity.flags import Flags, parse_flags
+from dfexp.capacity.flags import OLD_NAMES, Flags, parse_flags
 from dfexp.capacity.units import GiB
 
 _NUMBER = r"(-?[\d,]+(?:\.\d+)?)"
-_SIZE = r"\s*[:=]?\s*" + _NUMBER + r"\s*GB"
-_PREFIX = re.compile(r"^\[[^\]]*?((?:DP\d+ ?)?(?:TP\d+)?(?: ?PP\d+)?(?: ?EP\d+)?)\]")
+_SIZE = r"(?: size)?\s*[:=]?\s*" + _NUMBER + r"\s*GB"
+_RANK = re.compile(r"^\[[^\]]*?((?:DP\d+ ?)?(?:TP\d+)?(?: ?PP\d+)?(?: ?EP\d+)?)\]")
 _SECRETS = re.compile(r"(key|token|secret|password|launch_command)$", re.IGNORECASE)
+_STATE_SIZES = {
+    "conv_gib": r"(?<!_)conv_state",
+    "ssm_gib": r"(?<!intermediate_)ssm_state",
+    "intermediate_ssm_gib": r"intermediate_ssm_state_cache",
+    "intermediate_conv_gib": r"intermediate_conv_window_cache",
+}
+_LIMITS = ("max_total_num_tokens", "max_running_requests", "chunked_prefill_size", "max_prefill_tokens", "context_len")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,44 +44,44 @@ class StatePool:
     """One `Mamba Cache is allocated` line."""
 
     rank: str
-    max_mamba_cache_size: int | None
-    conv_gib: GiB | None
-    ssm_gib: GiB | None
-    intermediate_ssm_gib: GiB | None
-    intermediate_conv_gib: GiB | None
+    max_mamba_cache_size: int | None = None
+    conv_gib: GiB | None = None
+    ssm_gib: GiB | None = None
+    intermediate_ssm_gib: GiB | None = None
+    intermediate_conv_gib: GiB | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Startup:
-    """A startup log, as far as it goes.
+    """A startup log, as far as it goes; `read_startup` fills it and nothing changes it afterwards.
 
     Memory by rank where ranks are named (`""` otherwise); pools in the order of their lines, a draft model's after the
-    target's. `capped`: the cap, slots and slots per request of the warning that names all three. `errors`: last lines
-    of exceptions. `server_args`: as echoed, secrets left out.
+    target's. `capped`: cap, slots and slots per request of the warning that names all three; `swa`: full and sliding
+    tokens; `failed_state_pool`: slots, rest in GiB and MiB per slot of a boot that had no room; `errors`: last lines of
+    exceptions; `server_args`: as echoed, secrets left out.
     """
 
-    load_begin_gib: Mapping[str, GiB]
-    load_end_gib: Mapping[str, GiB]
-    weights_gib: Mapping[str, GiB]
-    pool_end_gib: Mapping[str, tuple[GiB, ...]]
-    graph_gib: Mapping[str, tuple[GiB, ...]]
-    after_graph_gib: Mapping[str, GiB]
-    state_pools: tuple[StatePool, ...]
-    kv_pools: tuple[KvPool, ...]
-    kv_dtype: str | None
-    model_type: str | None
-    graph_batches: tuple[int, ...]
-    max_total_num_tokens: int | None
-    max_running_requests: int | None
-    chunked_prefill_size: int | None
-    max_prefill_tokens: int | None
-    context_len: int | None
-    available_gpu_mem_gib: GiB | None
-    capped: tuple[int, int, int] | None
-    swa: tuple[int, int] | None
-    failed_state_pool: tuple[int, GiB, float] | None
-    errors: tuple[str, ...]
-    server_args: Mapping[str, Any]
+    load_begin_gib: dict[str, GiB] = field(default_factory=dict)
+    load_end_gib: dict[str, GiB] = field(default_factory=dict)
+    weights_gib: dict[str, GiB] = field(default_factory=dict)
+    pool_end_gib: dict[str, list[GiB]] = field(default_factory=dict)
+    graph_gib: dict[str, list[GiB]] = field(default_factory=dict)
+    after_graph_gib: dict[str, GiB] = field(default_factory=dict)
+    state_pools: list[StatePool] = field(default_factory=list)
+    kv_pools: list[KvPool] = field(default_factory=list)
+    kv_dtype: str | None = None
+    model_type: str | None = None
+    max_total_num_tokens: int | None = None
+    max_running_requests: int | None = None
+    chunked_prefill_size: int | None = None
+    max_prefill_tokens: int | None = None
+    context_len: int | None = None
+    available_gpu_mem_gib: GiB | None = None
+    capped: tuple[int, int, int] | None = None
+    swa: tuple[int, int] | None = None
+    failed_state_pool: tuple[int, GiB, float] | None = None
+    errors: list[str] = field(default_factory=list)
+    server_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def state_pool(self) -> StatePool | None:
@@ -105,163 +112,81 @@ class Startup:
 
 
 def read_startup(lines: Iterable[str]) -> Startup:
-    """Read a log, up to where it ends. Lines of other kinds are passed over."""
-    reader = _Reader()
+    """Read a log, up to where it ends. Lines of other kinds are passed over; of one kind the last wins."""
+    found = Startup()
     for line in lines:
-        reader.line(line)
-    return reader.result()
-
-
-class _Reader:
-    """Collects values line by line; later lines of a kind win for single values, pools are kept in order."""
-
-    def __init__(self) -> None:
-        self._by_rank: dict[str, dict[str, Any]] = {
-            name: {} for name in ("begin", "end", "weights", "pool_end", "graph", "after_graph")
-        }
-        self._state: list[StatePool] = []
-        self._kv: list[KvPool] = []
-        self._one: dict[str, Any] = {}
-        self._errors: list[str] = []
-        self._args: dict[str, Any] = {}
-
-    def line(self, line: str) -> None:
-        """Take one line."""
-        match = _PREFIX.match(line)
-        rank = match.group(1).strip() if match else ""
-        for handle in (self._memory, self._pools, self._limits, self._other):
-            handle(line, rank)
-
-    def result(self) -> Startup:
-        """What was read."""
-        tables = self._by_rank
-        return Startup(
-            load_begin_gib=tables["begin"],
-            load_end_gib=tables["end"],
-            weights_gib=tables["weights"],
-            pool_end_gib=tables["pool_end"],
-            graph_gib=tables["graph"],
-            after_graph_gib=tables["after_graph"],
-            state_pools=tuple(self._state),
-            kv_pools=tuple(self._kv),
-            errors=tuple(self._errors),
-            server_args=self._args,
-            graph_batches=self._one.pop("graph_batches", ()),
-            **{
-                name: self._one.get(name)
-                for name in (
-                    "kv_dtype", "model_type", "max_total_num_tokens", "max_running_requests", "chunked_prefill_size",
-                    "max_prefill_tokens", "context_len", "available_gpu_mem_gib", "capped", "swa", "failed_state_pool",
-                )
-            },
-        )  # fmt: skip
-
-    def _memory(self, line: str, rank: str) -> None:
-        free = _gib(r"avail mem=\s*" + _NUMBER + r"\s*GB", line)
-        used = _gib(r"mem usage=\s*" + _NUMBER + r"\s*GB", line)
-        if "Load weight begin" in line:
-            _first(self._by_rank["begin"], rank, free)
-        elif "Load weight end" in line:
-            _first(self._by_rank["end"], rank, free)
-            _first(self._by_rank["weights"], rank, used)
-            kind = re.search(r"type=(\w+)", line)
-            self._one.setdefault("model_type", kind.group(1) if kind else None)
-        elif "Memory pool end" in line and free is not None:
-            self._by_rank["pool_end"][rank] = (*self._by_rank["pool_end"].get(rank, ()), free)
-        elif re.search(r"Capture .*graph end", line, re.IGNORECASE):
-            if used is not None:
-                self._by_rank["graph"][rank] = (*self._by_rank["graph"].get(rank, ()), used)
-            if free is not None:
-                self._by_rank["after_graph"][rank] = free
-        batches = re.search(r"Capture .*graph.*\bbs[ =]*\[([\d, ]+)\]", line, re.IGNORECASE)
-        if batches:
-            self._one["graph_batches"] = tuple(int(part) for part in batches.group(1).split(",") if part.strip())
-
-    def _pools(self, line: str, rank: str) -> None:
-        if "server_args=" in line:
-            return
-        state = (
-            _count(r"max_(?:mamba_cache_)?size\s*[:=]\s*" + _NUMBER, line),
-            _gib(r"(?<!_)conv_state(?: size)?" + _SIZE, line),
-            _gib(r"(?<!intermediate_)ssm_state(?: size)?" + _SIZE, line),
-            _gib(r"intermediate_ssm_state_cache(?: size)?" + _SIZE, line),
-            _gib(r"intermediate_conv_window_cache(?: size)?" + _SIZE, line),
-        )
-        if "capped to" not in line and "Computed" not in line and any(value is not None for value in state):
-            self._add_state(rank, state)
-        tokens = _count(r"#tokens:\s*" + _NUMBER, line) or _count(r"KV cache(?: tokens)?:\s*" + _NUMBER, line)
-        if tokens is not None and ("KV Cache is allocated" in line or "KV cache" in line or "K size" in line):
-            self._kv.append(
-                KvPool(
-                    rank=rank,
-                    tokens=tokens,
-                    k_gib=_gib(r"\bK(?: size)?" + _SIZE, line),
-                    v_gib=_gib(r"\bV(?: size)?" + _SIZE, line),
-                    kv_gib=_gib(r"\bKV size" + _SIZE, line),
-                )
-            )
-        dtype = re.search(r"dtype: *([\w.]+)", line) or re.search(r"Using KV cache dtype: *([\w.]+)", line)
-        if dtype and "KV" in line:
-            self._one["kv_dtype"] = dtype.group(1).rstrip(".")
-
-    def _add_state(self, rank: str, values: Sequence[Any]) -> None:
-        """A pool, or more of the last one when its line was quoted in pieces."""
-        names = ("max_mamba_cache_size", "conv_gib", "ssm_gib", "intermediate_ssm_gib", "intermediate_conv_gib")
-        given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        last = self._state[-1] if self._state and self._state[-1].rank == rank else None
-        if last is not None and all(getattr(last, name) is None for name in given):
-            self._state[-1] = replace(last, **given)
-        else:
-            self._state.append(StatePool(rank=rank, **{name: given.get(name) for name in names}))
-
-    def _limits(self, line: str, rank: str) -> None:
-        del rank
-        if "server_args=" in line:
-            return
-        for name in (
-            "max_total_num_tokens",
-            "max_running_requests",
-            "chunked_prefill_size",
-            "max_prefill_tokens",
-            "context_len",
-        ):
-            value = _count(r"(?<![\w-])" + name + "=" + _NUMBER, line)
-            if value is not None:
-                self._one[name] = value
-        free = _gib(r"available_(?:gpu|cpu|xpu|npu)_mem=\s*" + _NUMBER + r"\s*GB", line)
-        if free is not None:
-            self._one["available_gpu_mem_gib"] = free
-        capped = re.search(
-            r"max_running_requests is capped to (\d+) by .*?max_mamba_cache_size=(\d+), (\d+) state slots per request",
-            line,
-        )
-        if capped:
-            self._one["capped"] = tuple(int(part) for part in capped.groups())
-            self._one.setdefault("max_running_requests", int(capped.group(1)))
-        swa = re.search(r"full_layer_tokens=(\d+), swa_layer_tokens=(\d+)", line)
-        if swa:
-            self._one["swa"] = (int(swa.group(1)), int(swa.group(2)))
-
-    def _other(self, line: str, rank: str) -> None:
-        del rank
-        failed = re.search(
-            r"Computed max_mamba_cache_size=(-?\d+) \(total_rest_memory=(-?[\d.]+) GB, mamba_cache_per_req=([\d.]+) MB",
-            line,
-        )
-        if failed:
-            slots, rest, slot_mib = failed.groups()
-            self._one["failed_state_pool"] = (int(slots), GiB(float(rest)), float(slot_mib))
-        if re.match(r"^(?:\[[^\]]*\] ?)?\w*(?:Error|Exception): ", line):
-            self._errors.append(line.strip()[:500])
         start = line.find("server_args=")
         if start >= 0:
-            self._args = _echoed(line[start + len("server_args=") :].strip())
+            found.server_args = _echoed(line[start + len("server_args=") :].strip())
+            continue
+        match = _RANK.match(line)
+        rank = match.group(1).strip() if match else ""
+        _read_memory(found, line, rank)
+        _read_pools(found, line, rank)
+        _read_limits(found, line)
+    return found
 
 
-def _first(table: dict[str, Any], rank: str, value: GiB | None) -> None:
-    """Keep a rank's first value: a draft model loads after the target and prints the same line."""
-    if value is not None:
-        table.setdefault(rank, value)
+def _read_memory(found: Startup, line: str, rank: str) -> None:
+    free_gib = _gib(r"avail mem=\s*" + _NUMBER + r"\s*GB", line)
+    used = _gib(r"mem usage=\s*" + _NUMBER + r"\s*GB", line)
+    graph = re.search(r"Capture .*graph end", line, re.IGNORECASE) is not None
+    if "Load weight begin" in line and free_gib is not None:
+        found.load_begin_gib.setdefault(rank, free_gib)  # a draft model prints the same line later
+    elif "Load weight end" in line:
+        kind = re.search(r"type=(\w+)", line)
+        found.model_type = found.model_type or (kind.group(1) if kind else None)
+        if free_gib is not None:
+            found.load_end_gib.setdefault(rank, free_gib)
+        if used is not None:
+            found.weights_gib.setdefault(rank, used)
+    elif "Memory pool end" in line and free_gib is not None:
+        found.pool_end_gib.setdefault(rank, []).append(free_gib)
+    elif graph and used is not None:
+        found.graph_gib.setdefault(rank, []).append(used)
+    if graph and free_gib is not None:
+        found.after_graph_gib[rank] = free_gib
+
+
+def _read_pools(found: Startup, line: str, rank: str) -> None:
+    sizes: dict[str, Any] = {name: _gib(pattern + _SIZE, line) for name, pattern in _STATE_SIZES.items()}
+    sizes["max_mamba_cache_size"] = _count(r"max_(?:mamba_cache_)?size\s*[:=]\s*" + _NUMBER, line)
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if given and "capped to" not in line and "Computed" not in line:
+        last = found.state_pools[-1] if found.state_pools else StatePool(rank=rank)
+        if last.rank == rank and found.state_pools and all(getattr(last, name) is None for name in given):
+            found.state_pools[-1] = replace(last, **given)  # one line, quoted in pieces
+        else:
+            found.state_pools.append(StatePool(rank=rank, **given))
+    tokens = _count(r"(?:#tokens|KV cache(?: tokens)?):\s*" + _NUMBER, line)
+    if tokens is not None and ("KV" in line or "K size" in line):
+        k, v, kv = (_gib(rf"\b{name}" + _SIZE, line) for name in ("K", "V", "KV"))
+        found.kv_pools.append(KvPool(rank=rank, tokens=tokens, k_gib=k, v_gib=v, kv_gib=kv))
+    dtype = re.search(r"dtype: *([\w.]+)", line)
+    if dtype and "KV" in line:
+        found.kv_dtype = dtype.group(1).rstrip(".")
+
+
+def _read_limits(found: Startup, line: str) -> None:
+    for name in _LIMITS:
+        value = _count(r"(?<![\w-])" + name + "=" + _NUMBER, line)
+        if value is not None:
+            setattr(found, name, value)
+    free = _gib(r"available_(?:gpu|cpu|xpu|npu)_mem=\s*" + _NUMBER + r"\s*GB", line)
+    found.available_gpu_mem_gib = free if free is not None else found.available_gpu_mem_gib
+    capped = re.search(r"is capped to (\d+) by .*?max_mamba_cache_size=(\d+), (\d+) state slots per request", line)
+    if capped:
+        found.capped = (int(capped[1]), int(capped[2]), int(capped[3]))
+        found.max_running_requests = found.max_running_requests or found.capped[0]
+    swa = re.search(r"full_layer_tokens=(\d+), swa_layer_tokens=(\d+)", line)
+    found.swa = (int(swa[1]), int(swa[2])) if swa else found.swa
+    failed = re.search(
+        r"max_mamba_cache_size=(-?\d+) \(total_rest_memory=(-?[\d.]+) GB, mamba_cache_per_req=([\d.]+) MB", line
+    )
+    if failed:
+        found.failed_state_pool = (int(failed[1]), GiB(float(failed[2])), float(failed[3]))
+    if re.match(r"^(?:\[[^\]]*\] ?)?\w*(?:Error|Exception): ", line):
+        found.errors.append(line.strip()[:500])
 
 
 def _gib(pattern: str, line: str) -> GiB | None:
@@ -278,12 +203,11 @@ def _echoed(text: str) -> dict[str, Any]:
     """The echoed arguments, `ServerArgs(...)` or `{...}`, without secrets; item by item where not all is literal."""
     try:
         node = ast.parse(text, mode="eval").body
+        pairs: list[tuple[Any, ast.expr]] = []
         if isinstance(node, ast.Dict):
             pairs = [(ast.literal_eval(key), value) for key, value in zip(node.keys, node.values, strict=True) if key]
         elif isinstance(node, ast.Call):
-            pairs = [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
-        else:
-            pairs = []
+            pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
         found = {str(key): _literal(value) for key, value in pairs}
     except (SyntaxError, ValueError):
         items = re.findall(r"'?(\w+)'?[=:] ?('[^']*'|[-\d.e]+|None|True|False)(?=[,)}])", text)
@@ -300,21 +224,16 @@ def _literal(node: ast.expr) -> Any:
 
 def flags_of(server_args: Mapping[str, Any]) -> Flags:
     """The flags that decide sizes, from echoed arguments or `/server_info`; what is of another type is passed over."""
-    renamed = {
-        "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
-        "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
-    }
     known = {item.name for item in fields(Flags)}
     flags: dict[str, Any] = {}
     for raw, value in server_args.items():
-        name = renamed.get(raw, raw)
-        if name not in known or value is None:
-            continue
-        try:
-            parse_flags({name: value})
-        except CapacityError:
-            continue
-        flags[name] = value
+        name = OLD_NAMES.get(raw, raw)
+        if name in known and value is not None:
+            try:
+                parse_flags({name: value})
+            except CapacityError:
+                continue
+            flags[name] = value
     return parse_flags(flags)
 
 

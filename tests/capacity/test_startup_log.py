@@ -159,4 +159,4 @@ def test_arguments_of_other_types_are_passed_over() -> None:
 
 def test_rubbish_is_no_log() -> None:
     empty = read_startup(["", "\x00", "avail mem=", "[TP0] Load weight begin. avail mem=GB", "#tokens: x"])
-    assert (empty.pre_gib, empty.state_pool, empty.kv_pool, empty.errors) == (None, None, None, ())
+    assert (empty.pre_gib, empty.state_pool, empty.kv_pool, empty.errors) == (None, None, None, [])
