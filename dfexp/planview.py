@@ -175,18 +175,13 @@ _OUTPUTS = {"weights", "mamba_ssm_dtype", "kv_cache_dtype"}
 
 
 def _row(name: str, item: Candidate) -> dict[str, object]:
+    memory, predicted = item.memory, item.prediction
     return {
-        "": name,
-        "running": round(item.prediction.running),
-        "cap": item.memory.max_running_requests,
-        "KV tokens": item.memory.max_total_num_tokens,
-        "tok/s per server": round(item.prediction.tok_per_s),
-        "hours": round(item.hours, 1),
-        "GPU hours": round(item.gpu_hours),
-        "why": item.why or "The flags as they are.",
-        "flags": " ".join(item.argv),
-        "note": " ".join(item.marks),
-    }
+        "": name, "running": round(predicted.running), "cap": memory.max_running_requests,
+        "KV tokens": memory.max_total_num_tokens, "tok/s per server": round(predicted.tok_per_s),
+        "hours": round(item.hours, 1), "GPU hours": round(item.gpu_hours),
+        "why": " ".join((item.why or "The flags as they are.", *item.marks)), "flags": " ".join(item.argv),
+    }  # fmt: skip
 
 
 def variants(shown: View | None) -> Table | None:
@@ -196,20 +191,17 @@ def variants(shown: View | None) -> Table | None:
     rows = []
     for name, setting in shown.prepared.variants.items():
         item = candidate(setting, setting.server, setting, concurrency=setting.concurrency)
+        memory, predicted = item.memory, item.prediction
         rows.append(
             {
-                "": name,
-                "state slots": item.memory.max_mamba_cache_size,
-                "cap": item.memory.max_running_requests,
-                "set by": item.memory.cap_from,
-                "running": round(item.prediction.running),
-                "KV use": round(item.prediction.full_token_usage, 2),
-                "state use": item.prediction.mamba_usage and round(item.prediction.mamba_usage, 2),
-                "tok/s predicted": round(item.prediction.tok_per_s),
-                "tok/s measured": shown.prepared.measured.get(name),
+                "": name, "state slots": memory.max_mamba_cache_size, "cap": memory.max_running_requests,
+                "set by": memory.cap_from, "running": round(predicted.running),
+                "KV use": round(predicted.full_token_usage, 2),
+                "state use": predicted.mamba_usage and round(predicted.mamba_usage, 2),
+                "tok/s predicted": round(predicted.tok_per_s), "tok/s measured": shown.prepared.measured.get(name),
                 "hours": round(item.hours, 1),
             }
-        )
+        )  # fmt: skip
     return Table(name="variants", title="Settings of the file", rows=rows, note="Rates are of one server.")
 
 
