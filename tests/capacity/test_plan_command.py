@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dfexp import params
+from dfexp import cli, params
 from dfexp.capacity.errors import CapacityError
 from dfexp.capacity.plan_command import check_text, plan_text, prepared_for
 from dfexp.errors import ParamsError
@@ -126,3 +126,20 @@ def test_the_check_reads_a_file_and_returns_its_status(tmp_path: Path) -> None:
     assert check_text(bad, as_json=True)[1] == 2
     with pytest.raises(CapacityError, match=r"nowhere\.jsonl"):
         check_text(tmp_path / "nowhere.jsonl", as_json=False)
+
+
+def test_the_command_line_prints_and_returns_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["capacity", "check", str(DATA / "checks.jsonl")]) == 0
+    assert "0 outside the promise" in capsys.readouterr().out
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text(
+        (DATA / "checks.jsonl").read_text().replace('"max_running_requests": 37', '"max_running_requests": 38')
+    )
+    assert cli.main(["capacity", "check", str(wrong), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["summary"]["rows_outside"] == 1
+    assert cli.main(["plan", str(EXPANSION), "--set", "plan.concurrency=72", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["current"]["prediction"]["running"] == 72
+    assert cli.main(["plan", str(EXPANSION), "--set", "plan.gpus=8"]) == cli.EXIT_WRONG
+    assert "plan.gpus" in capsys.readouterr().err
+    assert cli.main(["plan", str(EXPANSION), "--set", "plan.model=Qwen9"]) == cli.EXIT_FAILED
+    assert "Qwen9" in capsys.readouterr().err
