@@ -61,7 +61,8 @@ class Lane:
         self._recent: deque[tuple[float, int]] = deque()
         self._last_sign = time.monotonic()
         self._deaths_in_a_row = 0
-        self._misses = self._denials = 0
+        self._misses = 0
+        self._denied_pause_s = 0.0  # above zero: access was denied, and the next look comes after so long
         self._wake = asyncio.Event()
 
     @property
@@ -83,7 +84,7 @@ class Lane:
     def completed(self, now: float, tokens: int | None) -> None:
         """Count an answer: a sign of life."""
         self.done += 1
-        self._deaths_in_a_row = self._misses = self._denials = 0
+        self._deaths_in_a_row = self._misses = 0
         self._last_sign = now
         self._recent.append((now, tokens or 0))
 
@@ -94,7 +95,8 @@ class Lane:
 
     def suspect(self, *, denied: bool = False) -> None:
         """Stop feeding until the watch has seen the server answer; `denied`: until it gives a token again."""
-        self._denials += denied
+        if denied and not self._denied_pause_s:
+            self._denied_pause_s = 0.5
         if self.state == "ready":
             self.state = "suspect"
         self._wake.set()
@@ -146,11 +148,11 @@ class Lane:
         except RequestError:
             pass  # an error page, or a server without a health page: it lives
         self._last_sign, self._misses = time.monotonic(), 0
-        if self._denials and not await self._answers():
-            await asyncio.sleep(min(_MOST_DENIED_PAUSE_S, 2.0 ** min(self._denials, 10)))
-            self._denials += 1
+        if self._denied_pause_s and not await self._answers():
+            await asyncio.sleep(self._denied_pause_s)
+            self._denied_pause_s = min(2 * self._denied_pause_s, _MOST_DENIED_PAUSE_S)
         elif self.state == "suspect":
-            self.state, self._denials = "ready", 0
+            self.state, self._denied_pause_s = "ready", 0.0
 
     async def _bring_back(self, why: str) -> None:
         """Restart the server, or wait for it where somebody else runs it, with growing pauses."""
