@@ -42,12 +42,11 @@ class View:
         )
 
     def shown(self) -> dict[str, Setting]:
-        """The settings to draw: the present one, and the best of the plan."""
+        """The settings to draw: the file's variants, else the present one, and the best of the plan."""
         setting = self.prepared.setting
         best = next((item.flags for item in self.plan.ranked if item.changes), None)
-        return {"now": setting} | (
-            {"best": replace(setting, server=replace(setting.server, flags=best))} if best else {}
-        )
+        there = self.prepared.variants or {"now": setting}
+        return there | ({"best": replace(setting, server=replace(setting.server, flags=best))} if best else {})
 
 
 def view(spec: RunSpec, root: Path) -> View | None:
@@ -88,6 +87,7 @@ def memory(shown: View | None) -> Chart | None:
             increasing={"marker": {"color": PALETTE[number]}},
             totals={"marker": {"color": PALETTE[6]}},
             connector={"line": {"color": "#BBB"}},
+            textangle=0,
         )
     figure.update_layout(waterfallgroupgap=0.15, waterfallgap=0.25)
     subtitle = "GiB; kept free: what mem_fraction_static leaves for activations and graphs"

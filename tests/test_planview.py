@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,21 +38,22 @@ def test_a_run_without_a_plan_shows_nothing_and_says_so() -> None:
 def test_the_parts_of_a_gpu_add_up_to_its_memory(shown: View) -> None:
     chart = planview.memory(shown)
     assert chart is not None
-    now, best = chart.figure.data
-    assert sum(now.y) == pytest.approx(94.8, abs=0.1)
-    assert sum(best.y) == pytest.approx(94.8, abs=0.1)
-    assert now.y[2] < best.y[2]  # fewer slots, more KV
+    before, after, best = chart.figure.data
+    assert [sum(bars.y) for bars in (before, after, best)] == pytest.approx([94.8] * 3, abs=0.1)
+    assert after.y[2] < best.y[2]  # fewer slots, more KV
 
 
 def test_usages_rise_to_the_cap_and_stay(shown: View) -> None:
     chart = planview.usages(shown)
     assert chart is not None
     kv = {line.name: list(line.y) for line in chart.figure.data}
-    assert sorted(kv) == ["KV pool, best", "KV pool, now", "state pool, best", "state pool, now"]
-    assert kv["KV pool, now"] == sorted(kv["KV pool, now"])
-    assert kv["KV pool, now"][-1] == pytest.approx(72 * 1849 / 289_354, rel=0.01)
+    assert sorted(kv) == [
+        f"{pool}, {name}" for pool in ("KV pool", "state pool") for name in ("after", "before", "best")
+    ]
+    assert kv["KV pool, after"] == sorted(kv["KV pool, after"])
+    assert kv["KV pool, after"][-1] == pytest.approx(72 * 1849 / 289_354, rel=0.01)
     assert kv["state pool, best"][-1] == 1.0
-    assert {note.text for note in chart.figure.layout.annotations} >= {"cap 72 (now)"}
+    assert {note.text for note in chart.figure.layout.annotations} >= {"cap 37 (before)", "cap 72 (after)"}
 
 
 def test_measured_points_lie_on_the_predicted_curve(shown: View) -> None:
@@ -59,9 +61,9 @@ def test_measured_points_lie_on_the_predicted_curve(shown: View) -> None:
     assert chart is not None
     lines = {line.name: line for line in chart.figure.data}
     assert list(lines["measured"].x) == [32, 64]
-    now = dict(zip(lines["predicted, now"].x, lines["predicted, now"].y, strict=True))
-    near = min(now, key=lambda at: abs(at - 64))
-    assert now[near] == pytest.approx(1180, rel=0.05)
+    after = dict(zip(lines["predicted, after"].x, lines["predicted, after"].y, strict=True))
+    near = min(after, key=lambda at: abs(at - 64))
+    assert after[near] == pytest.approx(1180, rel=0.05)
 
 
 def test_the_tables_hold_flags_to_paste_and_both_settings(shown: View) -> None:
@@ -74,6 +76,14 @@ def test_the_tables_hold_flags_to_paste_and_both_settings(shown: View) -> None:
     assert [row["cap"] for row in variants.rows] == [37, 72]
     assert [row[""] for row in changing.rows] == ["weights", "kv_cache_dtype", "mamba_ssm_dtype"]
     assert all("<table" in table._repr_html_() for table in (ranked, changing, variants))
+
+
+def test_a_file_without_variants_shows_the_present_flags(shown: View) -> None:
+    alone = replace(shown, prepared=replace(shown.prepared, variants={}, measured={}))
+    chart = planview.throughput(alone)
+    assert chart is not None
+    assert [line.name for line in chart.figure.data] == ["predicted, now", "predicted, best"]
+    assert planview.variants(alone) is None
 
 
 def test_real_limits_stand_beside_the_predicted(shown: View) -> None:
