@@ -1,85 +1,76 @@
-"""What every engine can do, and the one place that maps the `engine` of a parameter file to a class.
-
-A new engine adds a module, a class in `params` and one line in `_ENGINES`; nothing else changes.
-"""
+"""What every engine can do, and the one place that maps the `engine` of a parameter file to a class."""
 
 from __future__ import annotations
 
+import errno
 import importlib
+import random
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from dfexp.layout import FleetFolder
 from dfexp.params import FleetGroup
+from dfexp.processes import ProcessId
 from dfexp.records import ServerLimits
 
 _ENGINES = {
     "llamacpp": ("dfexp.engines.llamacpp", "LlamacppEngine"),
     "external": ("dfexp.engines.external", "ExternalEngine"),
 }
+# Below every system's range of ephemeral ports: a client's outgoing connection can then never sit on the port of a
+# server that is down, nor connect to itself while it tries to reach one.
+_PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerPlan:
-    """How one server is started.
+class Server:
+    """One server of a fleet, as planned by its engine and recorded in fleet.json: no secrets here."""
 
-    Attributes:
-        url: base URL without /v1 and without a trailing slash.
-        argv: the command; None when somebody else runs the server. Everyone on the machine can read it: no secrets.
-        env: additions to the environment of the child; no secrets either, they are recorded in fleet.json.
-        files: private files by their name in the fleet's folder, written with mode 0600 before the start.
-    """
+    name: str  # host:port, the server's name everywhere
+    url: str  # without /v1 and without a trailing slash
+    argv: tuple[str, ...] | None = None  # its command; None when somebody else runs it
+    env: Mapping[str, str] = field(default_factory=dict)  # additions to its environment
+    log: str | None = None
+    pid: int | None = None  # leads its own session; None before the start
+    process_started: str | None = None  # start stamp (`ProcessId`), which tells it from a later process of that pid
 
-    url: str
-    argv: tuple[str, ...] | None
-    env: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    @property
+    def process(self) -> ProcessId:
+        """Its process, dead or alive; before the start one that never lived."""
+        return ProcessId(self.pid or 0, self.process_started or "never")
 
 
 class Engine(Protocol):
-    """One kind of server, bound to the parameters of one fleet."""
+    """One kind of server, bound to the parameters of one fleet. What asks a server raises RequestError subclasses."""
 
     @property
     def name(self) -> str:
         """The value of `engine` in a parameter file."""
-        ...
 
-    def plans(self, folder: FleetFolder, key: str) -> list[ServerPlan]:
-        """One plan per server, on ports that are free now; every call picks ports anew.
+    def plan(self, folder: FleetFolder, key: str) -> list[Server]:
+        """The servers to start. Private files that they need are written here as `server-*` in the folder, mode 0600.
 
-        Raises EngineStartError for what can be known to fail before anything is started: a missing package, no model
-        file, a file that is not a model.
+        Raises EngineStartError for what can be known to fail before anything is started.
         """
-        ...
 
     def outside_key(self) -> str | None:
-        """The API key of servers that somebody else runs ("" for none); None: the fleet makes a random one.
-
-        Raises FleetError naming the environment variable that is not set.
-        """
-        ...
+        """The API key of servers that somebody else runs ("" for none), else None. Raises FleetError: not set."""
 
     def model_name(self, url: str, key: str) -> str:
-        """The model name to send with requests. Raises RequestError if the server has to be asked and does not say."""
-        ...
+        """The model name to send with requests."""
 
     def model_fingerprint(self, url: str, key: str) -> str:
         """What tells this model from another of the same name, as far as this engine can know; the name at least."""
-        ...
 
     def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
-        """What the server at `url` says of its room. Raises RequestError if it does not answer."""
-        ...
+        """What the server at `url` says of its room."""
 
     def diagnose_start(self, log_text: str, exit_code: int | None) -> tuple[str, str]:
         """Cause and fix of a failed start, each one sentence, from its log and exit code (None: unknown)."""
-        ...
-
-    def is_port_taken(self, log_text: str) -> bool:
-        """Whether the log of a failed start says that another process holds the port."""
-        ...
 
 
 def engine_for(group: FleetGroup, root: Path | None = None) -> Engine:
@@ -91,3 +82,22 @@ def engine_for(group: FleetGroup, root: Path | None = None) -> Engine:
 def scrub(text: str, key: str) -> str:
     """`text` without the API key: what servers print may repeat it."""
     return text.replace(key, "(key hidden)") if key else text
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """So many TCP ports that nobody listens on at `host` now; nothing keeps them free. Raises OSError: not our host."""
+    shuffled = random.SystemRandom().sample(_PORTS, len(_PORTS))
+    return list(islice((port for port in shuffled if is_free(host, port)), count))
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether the port can be listened on. Raises OSError for any reason other than that it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+    return True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from dfexp.engines.base import ServerPlan
-from dfexp.engines.http import base_url, first_model, get_json
+from dfexp.engines.base import Server
+from dfexp.engines.http import get_json
 from dfexp.engines.pages import from_models, from_props, from_server_info
 from dfexp.errors import AccessDenied, BadAnswer, FleetError, Refused, ServerFault
 from dfexp.layout import FleetFolder
@@ -25,28 +24,28 @@ class ExternalEngine:
     group: ExternalFleet
     root: Path
 
-    def plans(self, folder: FleetFolder, key: str) -> list[ServerPlan]:
+    def plan(self, folder: FleetFolder, key: str) -> list[Server]:
         """The URLs as they were given, none of them to be started."""
-        return [ServerPlan(url=base_url(url), argv=None) for url in self.group.urls]
+        bare = [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in self.group.urls]
+        return [Server(name=url.partition("://")[2], url=url) for url in bare]
 
     def outside_key(self) -> str:
         """The key out of the environment variable that the parameters name; "" when they name none."""
         variable = self.group.api_key_env
-        if variable is None:
-            return ""
-        key = os.environ.get(variable, "").strip()
-        if not key:
+        key = os.environ.get(variable, "").strip() if variable else ""
+        if variable and not (key and key.isascii() and key.isprintable()):
             raise FleetError(
-                f"fleet.api_key_env names the environment variable {variable}, which is not set or empty. "
-                f"Set it to the servers' API key before you start, or remove fleet.api_key_env if they need none."
+                f"fleet.api_key_env names the environment variable {variable}, which holds no API key (not set, empty,"
+                " or with characters that no HTTP header can carry). Set it, or remove fleet.api_key_env."
             )
-        if not key.isascii() or not key.isprintable():
-            raise FleetError(f"the API key in {variable} holds characters that no HTTP header can carry. Set it anew.")
         return key
 
     def model_name(self, url: str, key: str) -> str:
-        """The name in the parameters, else the first that the server lists."""
-        return self.group.model or first_model(url, key)
+        """The name in the parameters, else the first that the server lists. Raises BadAnswer when it lists none."""
+        name = self.group.model or from_models(get_json(f"{url}/v1/models", key=key)).model
+        if name is None:
+            raise BadAnswer(f"{url}/v1/models lists no model. Give the model's name in fleet.model.")
+        return name
 
     def model_fingerprint(self, url: str, key: str) -> str:
         """The name: nothing more can be known from outside."""
@@ -54,7 +53,7 @@ class ExternalEngine:
 
     def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """What the server says in whichever way it knows, completed by what the parameters give."""
-        said = self._ask(url, key, timeout_s)
+        said = _limits(url, key, timeout_s)
         return replace(
             said,
             max_running_requests=said.max_running_requests or self.group.max_running_requests,
@@ -64,38 +63,21 @@ class ExternalEngine:
 
     def diagnose_start(self, log_text: str, exit_code: int | None) -> tuple[str, str]:
         """There is no log: all that is known is that nothing answered."""
-        return (
-            "It did not answer a one-token request.",
-            "Start it, and check fleet.urls, fleet.model and the API key (fleet.api_key_env).",
-        )
+        fix = "Start it, and check fleet.urls, fleet.model and the API key (fleet.api_key_env)."
+        return "It did not answer a one-token request.", fix
 
-    def is_port_taken(self, log_text: str) -> bool:
-        """Never: nothing is started here."""
-        return False
 
-    def _ask(self, url: str, key: str, timeout_s: float) -> ServerLimits:
-        """SGLang's pages, else llama.cpp's, else the list of models, which nearly every compatible server has."""
+def _limits(url: str, key: str, timeout_s: float) -> ServerLimits:
+    """From SGLang's page, else llama.cpp's, else the list of models, which nearly every compatible server has."""
+    pages = {}
+    for path in ("v1/models", "server_info", "props"):
         try:
-            models = get_json(f"{url}/v1/models", key=key, timeout_s=timeout_s)
-        except AccessDenied as error:
-            if error.status != 404:
-                raise
-            models = None
-        readers: tuple[tuple[str, Callable[[Any, Any], ServerLimits]], ...] = (
-            ("/server_info", from_server_info),
-            ("/get_server_info", from_server_info),
-            ("/props", from_props),
-        )
-        for path, read in readers:
-            page = _page(url + path, key, timeout_s)
-            if read(page, None) != ServerLimits():
-                return read(page, models)
-        return from_models(models)
-
-
-def _page(url: str, key: str, timeout_s: float) -> Any:
-    """A page; None where this server answers with anything else. Raises RequestError when it does not answer."""
-    try:
-        return get_json(url, key=key, timeout_s=timeout_s)
-    except (AccessDenied, BadAnswer, Refused, ServerFault):
-        return None
+            pages[path] = get_json(f"{url}/{path}", key=key, timeout_s=timeout_s)
+        except (AccessDenied, BadAnswer, Refused, ServerFault) as error:
+            if path == "v1/models" and error.status in (401, 403):
+                raise  # a wrong key; other pages may be closed to everybody
+    models = pages.get("v1/models")
+    for path, read in (("server_info", from_server_info), ("props", from_props)):
+        if read(pages.get(path), None) != ServerLimits():
+            return read(pages.get(path), models)
+    return from_models(models)

@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dfexp.engines.http import get_text
+from dfexp.engines.http import get_json
 from dfexp.errors import RequestError
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 _EXIT_LIMIT_S = 20
-_BUSY = ("llamacpp:requests_processing ", "llamacpp:requests_deferred ")
 
 
 def main() -> NoReturn:
@@ -40,9 +39,7 @@ def main() -> NoReturn:
         sys.exit(1)
     print(f"dfexp: serving at {server.listening_address}", file=sys.stderr, flush=True)
     signal.sigwait(_STOP_SIGNALS)
-    print("dfexp: told to stop, finishing requests in flight", file=sys.stderr, flush=True)
-    idle = _drain(server.listening_address, config["key"], config["drain_s"])
-    print(f"dfexp: stopped {'idle' if idle else 'with requests in flight'}", file=sys.stderr, flush=True)
+    _drain(server.listening_address, config["key"], config["drain_s"])
     os._exit(0)
 
 
@@ -55,7 +52,7 @@ def _start(config: Mapping[str, Any]) -> Any:
     params.hostnames, params.port, params.api_keys = [config["host"]], config["port"], [config["key"]]
     params.n_parallel, params.n_ctx = config["slots"], config["context_length"] * config["slots"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = config["threads"]
-    # A waiting request holds an HTTP thread: with too few of them /metrics would wait behind the queue.
+    # A waiting request holds an HTTP thread: with too few of them the metrics would wait behind the queue.
     params.n_threads_http = 2 * config["slots"] + 16
     params.endpoint_metrics, params.endpoint_slots = True, True
     params.ui, params.offline = False, True
@@ -65,23 +62,16 @@ def _start(config: Mapping[str, Any]) -> Any:
     return xllamacpp.Server(params)
 
 
-def _drain(address: str, key: str, limit_s: float) -> bool:
-    """Wait until the server has been idle twice in a row, so that the last answer has left. False when time is over."""
+def _drain(address: str, key: str, limit_s: float) -> None:
+    """Wait until no slot has worked twice in a row, so that waiting requests had their turn and the answer has left."""
     end, idle = time.monotonic() + limit_s, 0
     while idle < 2 and time.monotonic() < end:
-        idle = idle + 1 if _is_idle(address, key) else 0
         time.sleep(0.1)
-    return idle >= 2
-
-
-def _is_idle(address: str, key: str) -> bool:
-    """Whether the server's own gauges count no request, running or waiting."""
-    try:
-        page = get_text(f"{address}/metrics", key=key, timeout_s=5.0)
-    except RequestError:
-        return False
-    counts = [float(line.split()[-1]) for line in page.splitlines() if line.startswith(_BUSY)]
-    return bool(counts) and not any(counts)
+        try:
+            working = any(slot["is_processing"] for slot in get_json(f"{address}/slots", key=key))
+            idle = 0 if working else idle + 1
+        except RequestError:
+            idle = 0
 
 
 if __name__ == "__main__":

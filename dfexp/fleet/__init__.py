@@ -1,12 +1,7 @@
-"""The fleet: launch, attach, watch, restart, stop. It outlives whoever launched it, and `fleet.json` says where it is.
+"""The fleet: launch, attach, watch, restart, stop. It outlives whoever launched it; `fleet.json` says where it is."""
 
-`up` attaches to a running fleet or launches it, `Fleet.wait_ready` waits for its first tokens, `Fleet.lease` holds it
-for one user, `Fleet.down` stops it and proves it.
-"""
-
-from dfexp.engines.base import scrub
-from dfexp.fleet.fleet import Fleet, ServerStatus, attach
-from dfexp.fleet.launch import list_fleets, up
-from dfexp.fleet.record import Server
+from dfexp.engines.base import Server, scrub
+from dfexp.fleet.fleet import Fleet, ServerStatus
+from dfexp.fleet.launch import attach, list_fleets, up
 
 __all__ = ["Fleet", "Server", "ServerStatus", "attach", "list_fleets", "scrub", "up"]

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dfexp.engines.base import Engine, engine_for
 from dfexp.errors import FleetError
-from dfexp.fleet import lease, spawn
+from dfexp.fleet import spawn
 from dfexp.fleet.fleet import Fleet
-from dfexp.fleet.record import (
-    FleetRecord,
-    changing,
-    make_folder,
-    planned,
-    read_record,
-    write_files,
-    write_private,
-    write_record,
-)
+from dfexp.fleet.record import FleetRecord, changing, read_record
+from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
-from dfexp.params import FleetGroup, RunSpec
-
-_WAITING = frozenset({"name", "start_timeout_s"})
-"""Keys that say nothing about the servers themselves."""
+from dfexp.params import RunSpec
 
 
 def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
@@ -38,94 +24,69 @@ def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
     """
     root = root.resolve()
     engine = engine_for(spec.fleet, root)
-    engine.outside_key()
+    engine.outside_key()  # a missing one is told before anything is made
     folder = FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name)
-    make_folder(folder)
+    folder.logs.mkdir(parents=True, exist_ok=True)
     with changing(folder):
         record = read_record(folder)
-        if record is not None:
-            fleet = Fleet(folder, engine, record)
-            if _goes_on(fleet, record, spec.fleet):
-                _revive(fleet, record)
-                return fleet, False
+        if record is None:
+            return _launch(folder, engine, spec, root), True
+        fleet = Fleet(folder, engine, record)
+        differences, user = _differences(record, spec), fleet.lease_holder()
+        ours = [server for server in record.servers if server.argv is not None]
+        if user is None and not any(spawn.members(record.identity, ours).values()) and (ours or differences):
             fleet.stop_locked(drain_s=0.0)
-        return _launch(folder, engine, spec.fleet, root), True
+            return _launch(folder, engine, spec, root), True
+        if differences:
+            by = f" and is in use by {user}" if user else ""
+            raise FleetError(
+                f"fleet {fleet.name!r} already runs with other parameters{by}: {'; '.join(differences)}. Stop it with"
+                f" `dfexp fleet down {fleet.name}`, or give this one another name (fleet.name)."
+            )
+        for server in ours:
+            if record.ready and user is None and not server.process.is_alive():
+                fleet.restart_locked(server)
+        return fleet, False
+
+
+def attach(folder: FleetFolder) -> Fleet:
+    """The fleet that `folder` records, whatever state its servers are in. Raises FleetError if none is recorded."""
+    record = read_record(folder)
+    if record is None:
+        raise FleetError(f"no fleet {folder.name!r} here: {folder.fleet_json} does not exist. Launch it first.")
+    return Fleet(folder, engine_for(record.spec, record.root), record)
 
 
 def list_fleets(root: Path, outputs: str = "outputs") -> list[FleetFolder]:
     """The folders under `root/outputs/fleets` in which a fleet is recorded, by name."""
-    found = sorted((root / outputs / "fleets").glob("*/fleet.json"))
-    return [FleetFolder(path.parent) for path in found]
+    return [FleetFolder(path.parent) for path in sorted((root / outputs / "fleets").glob("*/fleet.json"))]
 
 
-def _goes_on(fleet: Fleet, record: FleetRecord, group: FleetGroup) -> bool:
-    """Whether the recorded fleet is to be attached to. Raises FleetError when it is in the way."""
-    differences = _differences(record.spec, group.model_dump(mode="json"))
-    user = fleet.lease_holder()
-    if not _is_running(record) and user is None:
-        return not differences and not any(server.ours for server in record.servers)
-    if differences:
-        in_use = f" and is in use by {user}" if user else ""
-        raise FleetError(
-            f"fleet {fleet.name!r} already runs with other parameters{in_use}: {'; '.join(differences)}. Stop it with"
-            f" `dfexp fleet down {fleet.name}`, or give this one another name (fleet.name)."
-        )
-    return True
-
-
-def _is_running(record: FleetRecord) -> bool:
-    """Whether a process of the recorded fleet lives: by pid and start stamp, or by its mark when no pid was noted."""
-    ours = [server for server in record.servers if server.ours]
-    if any(server.process is not None and server.process.is_alive() for server in ours):
-        return True
-    unnoted = [server for server in ours if server.pid is None]
-    return bool(unnoted) and any(spawn.members(record.identity, unnoted).values())
-
-
-def _revive(fleet: Fleet, record: FleetRecord) -> None:
-    """Start dead servers again. Not those of a fleet in use, which its run looks after, nor of an unfinished launch."""
-    if record.ready_at is None or lease.holder(fleet.folder.lock) is not None:
-        return
-    for server in record.servers:
-        if not fleet.is_process_alive(server.name):
-            fleet.restart_locked(server.name)
-
-
-def _launch(folder: FleetFolder, engine: Engine, group: FleetGroup, root: Path) -> Fleet:
+def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> Fleet:
     """Start every server. The record is on disk before the first process is, so that none can be forgotten."""
-    key, outside = secrets.token_urlsafe(32), engine.outside_key()
-    plans = engine.plans(folder, key if outside is None else outside)
-    record = FleetRecord(
-        identity=secrets.token_hex(8),
-        name=folder.name,
-        engine=engine.name,
-        spec=group.model_dump(mode="json"),
-        root=str(root),
-        launched_at=time.time(),
-        ready_at=None,
-        servers=tuple(planned(plan, folder) for plan in plans),
-    )
+    record = FleetRecord(identity=secrets.token_hex(8), spec=spec.fleet, root=root, servers=())
     fleet = Fleet(folder, engine, record, launched_here=True)
     try:
-        if outside is None:
-            write_private(folder.key, key.encode())
-        for plan in plans:
-            write_files(folder, plan)
-        write_record(folder, record)
-        for position, server in enumerate(record.servers):
-            if server.ours:
-                record = fleet.start_locked(record, position, server)
+        key = engine.outside_key()
+        if key is None:
+            key = secrets.token_urlsafe(32)
+            write_atomic(folder.key, key.encode(), mode=0o600)
+        servers = tuple(engine.plan(folder, key))
+        fleet.save_locked(servers=servers)
+        for server in servers:
+            if server.argv is not None:
+                fleet.start_locked(server)
     except BaseException:
         fleet.stop_locked(drain_s=0.0)
         raise
     return fleet
 
 
-def _differences(running: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """The keys that differ, with both values."""
-    keys = [key for key in {**asked, **running} if key not in _WAITING]
+def _differences(record: FleetRecord, spec: RunSpec) -> list[str]:
+    """The keys that differ, with both values, but for those that say nothing about the servers themselves."""
+    running, asked = record.spec.model_dump(mode="json"), spec.fleet.model_dump(mode="json")
     return [
         f"fleet.{key} is {running.get(key)!r}, asked for is {asked.get(key)!r}"
-        for key in keys
-        if running.get(key) != asked.get(key)
+        for key in {**asked, **running}
+        if running.get(key) != asked.get(key) and key not in ("name", "start_timeout_s")
     ]

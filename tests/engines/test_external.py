@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dfexp.engines.base import engine_for
-from dfexp.errors import AccessDenied, FleetError, TimedOut, Unreachable
+from dfexp.errors import AccessDenied, BadAnswer, FleetError, TimedOut, Unreachable
 from dfexp.layout import FleetFolder
 from dfexp.params import ExternalFleet
 from tests.http_stub import Quiet, serving
@@ -50,7 +50,7 @@ def sglang(version: str) -> dict[str, object]:
 
 
 def test_urls_lose_their_v1_and_nothing_is_started(tmp_path):
-    plans = engine(["http://h:1/v1/", "https://proxy/team"]).plans(FleetFolder(tmp_path), "")
+    plans = engine(["http://h:1/v1/", "https://proxy/team"]).plan(FleetFolder(tmp_path), "")
     assert [(plan.url, plan.argv) for plan in plans] == [("http://h:1", None), ("https://proxy/team", None)]
 
 
@@ -60,12 +60,6 @@ def test_sglang_tells_its_effective_limits(server, version):
     limits = engine([server.url], max_running_requests=999).limits(server.url, "")
     assert (limits.max_running_requests, limits.context_length, limits.max_total_num_tokens) == (16, 8192, 20000)
     assert limits.engine_version == f"sglang {version}"
-
-
-def test_the_old_name_of_the_page_works_too(server):
-    server.pages = sglang("0.5.12")
-    server.pages["/get_server_info"] = server.pages.pop("/server_info")
-    assert engine([server.url]).limits(server.url, "").max_running_requests == 16
 
 
 def test_a_server_that_says_little_is_completed_by_the_parameters(server):
@@ -116,3 +110,10 @@ def test_the_model_is_the_given_one_or_the_first_listed(server):
     server.pages = {"/v1/models": {"data": [{"id": "first"}, {"id": "second"}]}}
     assert engine([server.url]).model_name(server.url, "") == "first"
     assert engine([server.url], model="second").model_name("http://127.0.0.1:1", "") == "second"
+
+
+@pytest.mark.parametrize("page", [{}, {"data": []}, {"data": [{"id": ""}]}, [], {"data": 1}])
+def test_a_server_without_models_says_so(server, page):
+    server.pages = {"/v1/models": page}
+    with pytest.raises(BadAnswer, match=r"fleet\.model"):
+        engine([server.url]).model_name(server.url, "")

@@ -67,7 +67,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(page=JSON, models=JSON)
 def test_no_page_can_break_the_reading(page, models):
     for limits in (from_server_info(page, models), from_props(page, models), from_models(models)):

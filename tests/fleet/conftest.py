@@ -77,5 +77,5 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     yield make
     for folder in {fleet.folder.path: fleet.folder for fleet in launched}.values():
         if folder.fleet_json.exists():
-            attach(folder).stop_locked(drain_s=0)
+            attach(folder).down(drain_s=0, force=True)
     assert [marked(fleet.identity) for fleet in launched] == [[]] * len(launched)

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from dfexp.engines.http import get_json, get_text, post_json, probe
+from dfexp.engines import get_json, get_text, probe
 from dfexp.engines.llamacpp import _bundled_model
 from dfexp.errors import AccessDenied, EngineStartError, FleetError, LockedError
 from dfexp.fleet import Fleet, attach
@@ -73,7 +73,7 @@ def test_the_servers_tell_their_limits_and_the_memory_they_imply(two):
 def test_a_server_answers_to_its_key_alone(two):
     for server in two.servers:
         assert probe(server.url, two.key, "m").ready
-        assert probe(server.url, "wrong", "m").state == "refused"
+        assert isinstance(probe(server.url, "wrong", "m").error, AccessDenied)
         assert "llamacpp:requests_processing" in get_text(f"{server.url}/metrics", key=two.key)
         for path in ("/metrics", "/props", "/slots"):
             with pytest.raises(AccessDenied, match="401"):
@@ -91,7 +91,7 @@ def test_slots_are_decoded_together(two):
     body = {"messages": [{"role": "user", "content": "Count to a hundred."}], "max_tokens": 25, "ignore_eos": True}
     threads = [
         threading.Thread(
-            target=post_json, args=(f"{url}/v1/chat/completions", body), kwargs={"key": key, "timeout_s": 60}
+            target=get_json, args=(f"{url}/v1/chat/completions",), kwargs={"key": key, "timeout_s": 60, "body": body}
         )
         for _ in range(4)
     ]
@@ -106,7 +106,8 @@ def test_the_key_is_in_private_files_alone(two):
     folder, key = two.folder, two.key
     assert len(key) >= 32
     holding = {path.name for path in folder.path.rglob("*") if path.is_file() and key in path.read_text()}
-    assert holding == {"key", *(name for server in two.servers for name in server.files)}
+    assert holding == {"key", *(path.name for path in folder.path.glob("server-*"))}
+    assert len(holding) == 3
     for path in [folder.path / name for name in holding] + list(folder.logs.iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for server in two.servers:
@@ -210,7 +211,7 @@ def test_down_lets_requests_finish_and_leaves_nothing(launch):
 
     def ask() -> None:
         body = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 40, "ignore_eos": True}
-        answers.append(post_json(f"{url}/v1/chat/completions", body, key=key, timeout_s=60))
+        answers.append(get_json(f"{url}/v1/chat/completions", key=key, timeout_s=60, body=body))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -218,7 +219,7 @@ def test_down_lets_requests_finish_and_leaves_nothing(launch):
     assert fleet.down(drain_s=60) == [f"{fleet.servers[0].name}: stopped (pid {pid})"]
     thread.join()
     assert answers[0]["usage"]["completion_tokens"] == 40
-    assert not psutil.pid_exists(pid)
+    wait_for(lambda: not psutil.pid_exists(pid))
     assert sorted(path.name for path in fleet.folder.path.iterdir()) == ["launch.lock", "logs"]
     with pytest.raises(FleetError, match="Launch it first"):
         attach(fleet.folder)
@@ -236,7 +237,7 @@ def test_down_kills_what_does_not_stop(launch):
             fleet.down(drain_s=0)
         assert "killed" in fleet.down(drain_s=0.2, force=True)[0]
         holder.kill()
-    assert not psutil.pid_exists(pid)
+    wait_for(lambda: not psutil.pid_exists(pid))
 
 
 def test_a_reused_pid_is_not_touched(launch):
@@ -247,7 +248,7 @@ def test_a_reused_pid_is_not_touched(launch):
         fleet.folder.fleet_json.write_text(json.dumps(record))
         witness = attach(fleet.folder)
         assert not witness.is_process_alive(witness.servers[0].name)
-        lines = witness.down(drain_s=5)
+        lines = witness.down(drain_s=0.2)
         assert innocent.poll() is None
         innocent.stdin.close()
     assert str(real) in lines[0]
@@ -266,14 +267,14 @@ def test_somebody_else_at_the_address_of_a_dead_server(launch):
 
     with serving(Stranger, port_of(fleet)):
         status = fleet.status()[0]
-        assert (status.state, status.pid, status.limits) == ("foreign", None, None)
+        assert (status.state, status.pid, status.limits) == ("dead", None, None)
         with pytest.raises(EngineStartError, match="another process listens"):
             fleet.restart(server.name)
         assert "was not running" in fleet.down()[0]
         assert get_json(f"http://127.0.0.1:{port_of(fleet)}/") == {"hello": 1}
 
 
-def test_a_port_lost_before_the_start_is_replaced_by_another(launch):
+def test_a_token_of_somebody_else_is_no_readiness(launch):
     fleet = launch(wait=False)
     before = fleet.servers[0]
     os.kill(before.pid, signal.SIGSTOP)
@@ -282,15 +283,21 @@ def test_a_port_lost_before_the_start_is_replaced_by_another(launch):
         def do_POST(self) -> None:
             self.reply(200, b'{"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": 1}}')
 
-    with serving(Impostor, port_of(fleet)):
-        os.kill(before.pid, signal.SIGCONT)
-        fleet.wait_ready(READY_S)
-        after = fleet.servers[0]
-        assert after.name != before.name
-        assert fleet.status()[0].state == "ready"
-        assert not (fleet.folder.path / before.files[0]).exists()
-    assert attach(fleet.folder).servers == fleet.servers
-    assert marked(fleet.identity) == [after.pid]
+    message = "another process answers at its address"
+    with serving(Impostor, port_of(fleet)), pytest.raises(EngineStartError, match=message):
+        fleet.wait_ready(0.5)
+    assert marked(fleet.identity) == []
+
+
+def test_a_port_lost_before_the_start_fails_the_launch_with_the_reason(launch):
+    fleet = launch(wait=False)
+    server = fleet.servers[0]
+    os.kill(server.pid, signal.SIGSTOP)
+    with serving(Quiet, port_of(fleet)):
+        os.kill(server.pid, signal.SIGCONT)
+        with pytest.raises(EngineStartError, match=r"Another process holds its port\. Launch again\."):
+            fleet.wait_ready(READY_S)
+    assert marked(fleet.identity) == []
 
 
 def test_a_failed_start_says_why_and_leaves_nothing(launch, tmp_path):
@@ -301,7 +308,7 @@ def test_a_failed_start_says_why_and_leaves_nothing(launch, tmp_path):
         fleet.wait_ready(READY_S)
     message = str(caught.value)
     assert time.monotonic() - start < READY_S / 2
-    assert "The model file is incomplete." in message
+    assert "The model file is incomplete or damaged." in message
     assert "not within the file bounds" in message
     assert "exit code 1" in message
     assert key not in message
