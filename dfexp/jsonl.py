@@ -12,12 +12,11 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from dfexp.errors import CorruptShardError, StorageError
 
-_SCAN_BYTES = 1 << 20
+_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def repair_text(text: str) -> tuple[str, bool]:
@@ -30,17 +29,9 @@ def repair_text(text: str) -> tuple[str, bool]:
 
 
 def repair(value: Any) -> tuple[Any, bool]:
-    """`repair_text` for every text and key anywhere in a JSON value. Returns the value and whether it had to change."""
-    if isinstance(value, str):
-        return repair_text(value)
-    if isinstance(value, Mapping):
-        pairs = [(repair(key), repair(item)) for key, item in value.items()]
-        changed = any(key[1] or item[1] for key, item in pairs)
-        return ({key[0]: item[0] for key, item in pairs}, True) if changed else (value, False)
-    if isinstance(value, list | tuple):
-        items = [repair(item) for item in value]
-        return ([item[0] for item in items], True) if any(item[1] for item in items) else (value, False)
-    return value, False
+    """`repair_text` for every text and key anywhere in a JSON value. Raises as `encode_line` does."""
+    text, changed = repair_text(json.dumps(value, ensure_ascii=False))
+    return (json.loads(text), True) if changed else (value, False)
 
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
@@ -48,14 +39,10 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
 
     Raises ValueError for NaN, infinities and circular records, TypeError for foreign types.
     """
-    line = _dumps(record)
+    line = _ENCODER.encode(record)
     if "\\ud" in line:  # an escaped surrogate: half of a pair, or a lone one
-        line = _dumps(repair(record)[0])
+        line = _ENCODER.encode(repair(record)[0])
     return line.encode("ascii") + b"\n"
-
-
-def _dumps(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def decode_line(line: bytes) -> dict[str, Any]:
@@ -64,6 +51,55 @@ def decode_line(line: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object was expected, found {type(value).__name__}")
     return value
+
+
+def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """`decode_line` for line `number` of `path`. Raises CorruptShardError, which names both, if it is no record."""
+    try:
+        return decode_line(line)
+    except ValueError as error:
+        raise CorruptShardError(
+            f"{path}:{number} is not a record: {error}. The file was edited or damaged; restore it or remove the line."
+        ) from error
+
+
+def whole_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines up to the first that a crash may have left: one without its newline, or with a raw NUL byte.
+
+    A page that a power loss kept from the disk reads as NUL bytes, and nothing after it was ever flushed.
+    """
+    for line in file:
+        if not line.endswith(b"\n") or b"\0" in line:
+            return
+        yield line
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole records of a log that may be missing, growing, torn or hit by a power loss.
+
+    Raises CorruptShardError for a whole line that is no record.
+    """
+    if path.exists():
+        with path.open("rb") as file:
+            for number, line in enumerate(whole_lines(file), 1):
+                yield parse_line(path, number, line)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises FileNotFoundError, and CorruptShardError if it does not hold one object."""
+    try:
+        return decode_line(path.read_bytes())
+    except ValueError as error:
+        raise CorruptShardError(f"{path} is not a JSON object: {error}. Restore it or move it away.") from error
+
+
+@contextlib.contextmanager
+def disk(action: str, fix: str = "Free space or fix the folder.") -> Iterator[None]:
+    """Raise an OSError of the block as StorageError: what could not be done, why, and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot {action}: {error.strerror or error}. {fix}") from error
 
 
 def fsync_dir(folder: Path) -> None:
@@ -78,25 +114,24 @@ def fsync_dir(folder: Path) -> None:
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by `data` so that a crash at any instant leaves the old bytes or the new ones, never a mixture.
 
-    Written beside it, flushed to the disk, renamed, and the folder flushed. Raises StorageError if the disk refuses;
-    the file then holds all of the old bytes, or all of the new ones if only the last flush was refused.
+    Raises StorageError if the disk refuses; the new bytes are then there only if the last flush alone was refused.
     """
     temporary = temporary_name(path)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)  # left by a killed process of the same number, perhaps with another mode
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with disk(f"write {path}"):
         try:
-            write_all(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
-        fsync_dir(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise StorageError(f"cannot write {path}: {error.strerror or error}. Free space or fix the folder.") from error
+            temporary.unlink(missing_ok=True)  # left by a killed process of the same number, perhaps with another mode
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            try:
+                write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.replace(temporary, path)
+            fsync_dir(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def temporary_name(path: Path) -> Path:
@@ -110,46 +145,11 @@ def write_json(path: Path, value: Mapping[str, Any], *, mode: int = 0o644) -> No
     write_atomic(path, text.encode("ascii") + b"\n", mode=mode)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises FileNotFoundError, and CorruptShardError if it does not hold one object."""
-    try:
-        return decode_line(path.read_bytes())
-    except ValueError as error:
-        raise CorruptShardError(f"{path} is not a JSON object: {error}. Restore it or move it away.") from error
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Line number from 1 and bytes without the newline, split at newlines alone; a missing file has no lines."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            yield number, line.removesuffix(b"\n")
-
-
-def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a log that may be growing, torn or hit by a power loss.
-
-    A last line without its newline is not there yet; from the first raw NUL byte on, nothing ever was. Raises
-    CorruptShardError for a whole line that is no record.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n") or b"\0" in line:
-                return
-            yield parse_line(path, number, line)
-
-
-def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """`decode_line` for line `number` of `path`. Raises CorruptShardError, which names both, if it is no record."""
-    try:
-        return decode_line(line)
-    except ValueError as error:
-        raise CorruptShardError(
-            f"{path}:{number} is not a record: {error}. The file was edited or damaged; restore it or remove the line."
-        ) from error
+def write_all(fd: int, data: bytes) -> None:
+    """Write every byte: a plain write to a nearly full disk may take only some."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 class AppendLog:
@@ -160,34 +160,24 @@ class AppendLog:
     Attributes:
         size: bytes of the records in it; what a refused write left beyond them is cut off before the next one.
         cut_bytes: bytes of torn lines that opening cut off.
-
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
         """Args: durable, whether `append` waits for the disk (False for what may be lost, such as samples)."""
         self._path, self._durable = path, durable
-        try:
-            created = not path.exists()
+        with disk(f"open {path}", "Fix the folder."), contextlib.ExitStack() as undo:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            try:
-                self._cut_tail()
-                if durable:
-                    # What a killed writer wrote without a flush is read as safe from now on, so it has to be.
-                    os.fsync(self._fd)
-                if created:
-                    fsync_dir(path.parent)
-            except BaseException:
-                self.close()
-                raise
-        except OSError as error:
-            raise StorageError(f"cannot open {path}: {error.strerror or error}. Fix the folder.") from error
-
-    def _cut_tail(self) -> None:
-        found = os.fstat(self._fd).st_size
-        self.size = whole_lines_end(self._fd)
-        self.cut_bytes = found - self.size
-        if self.cut_bytes:
-            os.ftruncate(self._fd, self.size)
+            undo.callback(self.close)
+            with open(self._fd, "rb", closefd=False) as file:
+                self.size = sum(map(len, whole_lines(file)))
+            self.cut_bytes = os.fstat(self._fd).st_size - self.size
+            if self.cut_bytes:
+                os.ftruncate(self._fd, self.size)
+            if durable:
+                # What a killed writer wrote without a flush is read as safe from now on, so it has to be.
+                os.fsync(self._fd)
+                fsync_dir(path.parent)
+            undo.pop_all()
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append all records or none. Raises StorageError if the disk refuses; a later call may succeed."""
@@ -197,16 +187,15 @@ class AppendLog:
         """`append` for lines that are encoded already, each with its newline."""
         if not data:
             return
-        try:
-            self._drop_leftovers()
-            write_all(self._fd, data)
-            if self._durable:
-                os.fsync(self._fd)
-        except BaseException as error:
-            self.truncate(self.size)
-            if isinstance(error, OSError):
-                raise StorageError(f"cannot append to {self._path}: {error.strerror or error}. Free space.") from error
-            raise
+        with disk(f"append to {self._path}", "Free space."):
+            self.check()
+            try:
+                write_all(self._fd, data)
+                if self._durable:
+                    os.fsync(self._fd)
+            except BaseException:
+                self.truncate(self.size)
+                raise
         self.size += len(data)
 
     def truncate(self, size: int) -> None:
@@ -215,7 +204,8 @@ class AppendLog:
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, size)
 
-    def _drop_leftovers(self) -> None:
+    def check(self) -> None:
+        """Cut what a refused write left. Raises CorruptShardError if somebody removed or shortened the file."""
         found = os.fstat(self._fd)
         if self._durable and found.st_nlink == 0:
             raise CorruptShardError(f"{self._path} was removed while in use. Stop the process and restore the file.")
@@ -225,10 +215,7 @@ class AppendLog:
             )
         if found.st_size > self.size:
             os.ftruncate(self._fd, self.size)
-
-    def fileno(self) -> int:
-        """The file's descriptor, for what only it can answer (which inode, which times)."""
-        return self._fd
+            os.fsync(self._fd)
 
     def close(self) -> None:
         """Close the file; what was appended stays. Closing twice is harmless."""
@@ -239,34 +226,5 @@ class AppendLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write every byte: a plain write to a nearly full disk may take only some."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def whole_lines_end(fd: int) -> int:
-    """Offset just after the last line that was certainly written: before any raw NUL byte, and ended by a newline.
-
-    A page that a power loss kept from the disk reads as NUL bytes, and nothing after it was ever flushed.
-    """
-    end = size = os.fstat(fd).st_size
-    for start in range(0, size, _SCAN_BYTES):
-        found = os.pread(fd, _SCAN_BYTES, start).find(b"\0")
-        if found >= 0:
-            end = start + found
-            break
-    while end > 0:
-        start = max(0, end - _SCAN_BYTES)
-        found = os.pread(fd, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0

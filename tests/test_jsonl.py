@@ -13,7 +13,6 @@ from dfexp.jsonl import (
     decode_line,
     encode_line,
     read_json,
-    read_lines,
     read_log,
     repair,
     repair_text,
@@ -81,7 +80,6 @@ def test_nothing_that_splits_lines_tears_a_record(tmp_path):
     with AppendLog(tmp_path / "log") as log:
         log.append([record, record])
     assert list(read_log(tmp_path / "log")) == [record, record]
-    assert [number for number, _ in read_lines(tmp_path / "log")] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, object(), {1, 2}, b"x"])
@@ -107,7 +105,6 @@ def test_a_line_that_is_no_object_is_refused(tmp_path, line):
 
 def test_a_missing_file_has_no_lines(tmp_path):
     assert list(read_log(tmp_path / "none")) == []
-    assert list(read_lines(tmp_path / "none")) == []
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")
 

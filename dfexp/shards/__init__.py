@@ -16,22 +16,17 @@ The protocol, and why a crash between any two steps loses nothing:
    in the shard under its open name, so the run goes on and the step is made up for later (`Shards.seal_error`).
 """
 
-from dfexp.shards.files import ShardFile, list_shards
-from dfexp.shards.manifest import Manifest, ShardEntry, pack_indices, read_manifest, unpack_indices
+from dfexp.shards.files import Manifest, ShardEntry, ShardFile, list_shards, read_manifest
 from dfexp.shards.reader import read_failures, read_rows
-from dfexp.shards.recovery import Repairs
 from dfexp.shards.writer import Shards
 
 __all__ = [
     "Manifest",
-    "Repairs",
     "ShardEntry",
     "ShardFile",
     "Shards",
     "list_shards",
-    "pack_indices",
     "read_failures",
     "read_manifest",
     "read_rows",
-    "unpack_indices",
 ]

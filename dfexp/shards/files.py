@@ -1,17 +1,26 @@
-"""Names of a completions folder and what its shard files hold."""
+"""What is in a completions folder: its names, its lock, and manifest.json and .done_indices.
+
+Both say what the sealed shards hold, so that opening a run reads none of them. One line of manifest.json is one shard,
+in the order of the numbers, so a person can read it and take a line out.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
+import os
 import re
-from array import array
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import Annotated, Any, Self
 
-from dfexp.errors import CorruptShardError
-from dfexp.jsonl import parse_line, read_log
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dfexp.errors import CorruptShardError, FingerprintError, LockedError, ShardError
+from dfexp.jsonl import decode_line, disk, encode_line, write_atomic
 
 FAILURES = "failures.jsonl"
 MANIFEST = "manifest.json"
@@ -19,7 +28,7 @@ DONE_INDICES = ".done_indices"
 LOCK = ".lock"
 
 _NAME = re.compile(r"completions_(\d{6,})\.jsonl(\.partial)?")
-_ROW_KEYS = ("index", "messages", "text")
+_Count = Annotated[int, Field(ge=0)]
 
 
 def sealed_name(number: int) -> str:
@@ -29,7 +38,7 @@ def sealed_name(number: int) -> str:
 
 def partial_name(number: int) -> str:
     """The name of a shard that still grows."""
-    return f"completions_{number:06d}.jsonl.partial"
+    return f"{sealed_name(number)}.partial"
 
 
 def shard_number(name: str) -> int:
@@ -51,77 +60,135 @@ class ShardFile:
 
 def list_shards(folder: Path) -> list[ShardFile]:
     """The shard files of a folder by number, a sealed one before an open one; none if there is no folder."""
-    if not folder.exists():
-        return []
     found = [
         ShardFile(number=int(match[1]), path=path, sealed=match[2] is None)
-        for path in folder.iterdir()
+        for path in (folder.iterdir() if folder.exists() else ())
         if (match := _NAME.fullmatch(path.name))
     ]
     return sorted(found, key=lambda shard: (shard.number, not shard.sealed))
 
 
-def read_shard(path: Path, file: IO[bytes], *, growing: bool) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Lines of an opened shard with the rows in them.
+def foreign_file(path: Path) -> ShardError:
+    """The error for a file that stands where a shard of ours has to go."""
+    return ShardError(
+        f"{path} exists, and this run did not write it. Move it away and resume: dfexp never replaces a file."
+    )
 
-    Args: growing, the shard is an open one: reading ends before a line that is torn, or that a power loss hit.
-    Raises CorruptShardError for anything else that is no row.
+
+def lock(folder: Path) -> int:
+    """Take the folder for this process until the returned descriptor is closed; the kernel frees it on any death.
+
+    Raises LockedError, naming the holder, if another process has it, StorageError if the disk refuses.
     """
-    for number, line in enumerate(file, 1):
-        if growing and (b"\0" in line or not line.endswith(b"\n")):
-            return
-        if not line.endswith(b"\n"):
-            raise CorruptShardError(f"{path}:{number} ends in the middle of a row. Restore the file from a copy.")
-        yield line, parse_line(path, number, line)
+    path = folder / LOCK
+    with disk(f"lock {path}", "Fix the folder."), ExitStack() as undo:
+        # The file stays for ever: removing it would let two writers lock two files of one name.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        undo.callback(os.close, fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(f"{folder} is being written by {_holder(fd)}. Stop it, or wait until it ends.") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, encode_line({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}), 0)
+        undo.pop_all()
+        return fd
 
 
-def read_failure_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Every failure that was written whole, in order. Raises CorruptShardError for a line that is none."""
-    for number, row in enumerate(read_log(path), 1):
-        if not is_index(row.get("index")) or not isinstance(row.get("kind"), str):
-            raise CorruptShardError(f"{path}:{number} is not a failure of a run. Delete the line.")
-        yield row
+def _holder(fd: int) -> str:
+    """Whom the note in the lock names; it may be half written at this instant."""
+    try:
+        note = decode_line(os.pread(fd, 4096, 0))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["since"]))
+        return f"process {note['pid']} on {note['host']}, since {since}"
+    except (ValueError, KeyError, TypeError, OSError):
+        return "another process"
 
 
-def is_index(value: object) -> TypeGuard[int]:
-    """Whether a value of JSON can be an index."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+class _Stored(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What the rows of one shard file are: their indices in order, their bytes and the SHA-256 of those."""
+class ShardEntry(_Stored):
+    """One sealed shard.
 
-    indices: array[int]
-    size: int
+    Attributes:
+        indices: in the order of the rows.
+        mtime_ns: modification time in ns; with name and size it tells that the file was not touched since.
+        uploaded: what the store noted when it had put the shard; None until then.
+    """
+
+    name: str
+    rows: _Count
+    bytes: _Count
     sha256: str
-    torn: bool
+    mtime_ns: int
+    uploaded: dict[str, Any] | None = None
+    indices: list[_Count]
+
+    @property
+    def number(self) -> int:
+        """The number in the name."""
+        return shard_number(self.name)
 
 
-def read_contents(path: Path, *, total: int, growing: bool) -> Contents:
-    """Read and check every row of a shard. `torn` tells that bytes follow the last whole row of a growing one.
+class Manifest(_Stored):
+    """manifest.json: whose run it is and which shards are sealed, by number."""
 
-    Raises CorruptShardError, naming file and line, for a line that cannot be a row of a run with `total` prompts.
+    fingerprint: dict[str, str]
+    total: _Count
+    rows_per_shard: Annotated[int, Field(ge=1)]
+    shards: list[ShardEntry] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        numbers = [entry.number for entry in self.shards]
+        if numbers != sorted(set(numbers)):
+            raise ValueError("the shards are not in the order of their numbers, or one is there twice")
+        for entry in self.shards:
+            if len(entry.indices) != entry.rows or max(entry.indices, default=-1) >= self.total:
+                raise ValueError(f"{entry.name} has {entry.rows} rows, but not as many indices below {self.total}")
+        return self
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a completions folder, also while a run is writing; None before the run has written one.
+
+    Raises CorruptShardError if the file was edited or damaged; it is replaced whole, so no crash does that.
     """
-    indices, size, digest = array("Q"), 0, hashlib.sha256()
-    with path.open("rb") as file:
-        for line, row in read_shard(path, file, growing=growing):
-            missing = [key for key in _ROW_KEYS if key not in row]
-            index = row.get("index")
-            if missing or not is_index(index) or index >= total:
-                reason = f"it has no {missing[0]!r}" if missing else f"its index {index!r} is not in 0..{total - 1}"
-                raise CorruptShardError(
-                    f"{path}:{len(indices) + 1} is not a row of this run: {reason}. If dfexp did not write this file, "
-                    "move it away; else restore it from a copy, or delete the line to have the row made again."
-                )
-            indices.append(index)
-            size += len(line)
-            digest.update(line)
-        torn = file.seek(0, 2) > size
-    return Contents(indices=indices, size=size, sha256=digest.hexdigest(), torn=torn)
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CorruptShardError(
+            f"{path} is not a manifest: {first['msg']} at {first['loc']}. Restore it from a copy, or remove it: the "
+            "next resume builds it again from the shards."
+        ) from error
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace manifest.json: some ms for the 1,310 shards of 654,676 rows. Raises StorageError."""
+    head = manifest.model_dump_json(exclude={"shards"}).removesuffix("}")
+    lines = ",\n".join(entry.model_dump_json() for entry in manifest.shards)
+    write_atomic(folder / MANIFEST, f'{head},"shards":[\n{lines}\n]}}\n'.encode("ascii"))
+
+
+def check_same_run(folder: Path, manifest: Manifest, *, total: int, fingerprint: Mapping[str, str]) -> None:
+    """Raises FingerprintError, naming the parts that differ, unless the manifest is of this very run."""
+    asked = {**fingerprint, "total": str(total)}
+    found = {**manifest.fingerprint, "total": str(manifest.total)}
+    parts = [part for part in {**asked, **found} if asked.get(part) != found.get(part)]
+    if parts:
+        differences = "; ".join(f"{part} was {found.get(part)}, is now {asked.get(part)}" for part in parts)
+        raise FingerprintError(
+            f"{folder} holds completions of another run ({differences}). Undo that change to go on with it, or give "
+            "the changed run another name."
+        )
+
+
+def done_lines(entries: Iterable[ShardEntry]) -> bytes:
+    """What .done_indices holds for some shards: one index a line, in the order of the rows."""
+    return b"".join(b"%d\n" % index for entry in entries for index in entry.indices)

@@ -1,23 +1,27 @@
-"""Reading a run's completions without its lock, also while the run writes them."""
+"""Reading a run's completions; the public functions need no lock and may run while the run writes."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from dfexp.errors import CorruptShardError
+from dfexp.jsonl import parse_line, read_log, whole_lines
 from dfexp.shards.files import (
     FAILURES,
     MANIFEST,
+    ShardEntry,
     list_shards,
     partial_name,
-    read_failure_log,
-    read_shard,
+    read_manifest,
     sealed_name,
 )
-from dfexp.shards.manifest import read_manifest, unpack_indices
+
+_ROW_KEYS = ("index", "messages", "text")
 
 
 def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
@@ -26,35 +30,9 @@ def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
     No row comes twice, even if a shard is sealed meanwhile, since each number is read once under whichever name it
     has. Raises CorruptShardError for a line that is no row, and for a shard that the manifest lists but is not there.
     """
-    manifest = read_manifest(folder)
-    listed = set() if manifest is None else {entry.number for entry in manifest.shards}
-    for number in sorted(_numbers(folder) | listed):
-        shard = _open_shard(folder, number)
-        if shard is not None:
-            yield from _rows(*shard)
-        elif number in listed:
-            raise CorruptShardError(
-                f"{folder / sealed_name(number)} is missing, though {MANIFEST} lists it. Restore it from a copy."
-            )
-
-
-def _numbers(folder: Path) -> set[int]:
-    """The numbers of all shards. One listing can miss a file that is renamed under it; no shard is renamed twice."""
-    return {shard.number for _ in range(2) for shard in list_shards(folder)}
-
-
-def _open_shard(folder: Path, number: int) -> tuple[Path, IO[bytes]] | None:
-    """A shard under the name that it has now: the open one goes only after the final one came."""
-    for path in (folder / partial_name(number), folder / sealed_name(number)):
-        with contextlib.suppress(FileNotFoundError):
-            return path, path.open("rb")
-    return None
-
-
-def _rows(path: Path, file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    with file:
-        for _, row in read_shard(path, file, growing=path.suffix == ".partial"):
-            yield row
+    listed = _listed(folder)
+    for number in sorted(_numbers(folder) | listed.keys()):
+        yield from _rows(folder, number, must_exist=number in listed)
 
 
 def read_failures(folder: Path) -> Iterator[dict[str, Any]]:
@@ -63,22 +41,86 @@ def read_failures(folder: Path) -> Iterator[dict[str, Any]]:
     failures.jsonl keeps the earlier ones too. May be called while the run writes.
     """
     standing: dict[int, dict[str, Any]] = {}
-    for row in read_failure_log(folder / FAILURES):
+    for row in read_failure_log(folder):
         standing.pop(row["index"], None)  # so that the order is that of the last failure
         standing[row["index"]] = row
-    if standing:
-        for index in _done_indices(folder):
-            standing.pop(index, None)
-    yield from standing.values()
-
-
-def _done_indices(folder: Path) -> Iterator[int]:
-    """Indices of all rows, in no order."""
-    manifest = read_manifest(folder)
-    listed = {} if manifest is None else {entry.number: entry for entry in manifest.shards}
-    for entry in listed.values():
-        yield from unpack_indices(entry.indices)
+    listed = _listed(folder)
+    done = {index for entry in listed.values() for index in entry.indices}
     for number in _numbers(folder) - listed.keys():
-        shard = _open_shard(folder, number)
-        if shard is not None:
-            yield from (row["index"] for row in _rows(*shard))
+        done.update(row["index"] for row in _rows(folder, number))
+    yield from (row for index, row in standing.items() if index not in done)
+
+
+def _listed(folder: Path) -> dict[int, ShardEntry]:
+    manifest = read_manifest(folder)
+    return {} if manifest is None else {entry.number: entry for entry in manifest.shards}
+
+
+def _numbers(folder: Path) -> set[int]:
+    """The numbers of all shards. One listing can miss a file that is renamed under it; no shard is renamed twice."""
+    return {shard.number for _ in range(2) for shard in list_shards(folder)}
+
+
+def _rows(folder: Path, number: int, *, must_exist: bool = False) -> Iterator[dict[str, Any]]:
+    """Rows of a shard under the name that it has now: the open name goes only after the final one came."""
+    for path in (folder / partial_name(number), folder / sealed_name(number)):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            for _, row in _lines(path, file):
+                yield row
+            return
+    if must_exist:
+        raise CorruptShardError(
+            f"{folder / sealed_name(number)} is missing, though {MANIFEST} lists it. Restore it from a copy."
+        )
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Lines of a shard with their records; an open one ends before what a crash left.
+
+    Raises CorruptShardError for anything else that is no record.
+    """
+    growing = path.suffix == ".partial"
+    for number, line in enumerate(whole_lines(file) if growing else file, 1):
+        if not line.endswith(b"\n"):
+            raise CorruptShardError(f"{path}:{number} ends in the middle of a row. Restore the file from a copy.")
+        yield line, parse_line(path, number, line)
+
+
+def read_entry(path: Path, *, total: int) -> ShardEntry:
+    """What the manifest says, or is to say, of a shard: every row that is there whole is read and checked.
+
+    Raises CorruptShardError, naming file and line, for a line that cannot be a row of a run with `total` prompts.
+    """
+    indices: list[int] = []
+    size, digest = 0, hashlib.sha256()
+    with path.open("rb") as file:
+        for line, row in _lines(path, file):
+            missing = [key for key in _ROW_KEYS if key not in row]
+            index = row.get("index")
+            if missing or type(index) is not int or not 0 <= index < total:
+                reason = f"it has no {missing[0]!r}" if missing else f"its index {index!r} is not in 0..{total - 1}"
+                raise CorruptShardError(
+                    f"{path}:{len(indices) + 1} is not a row of this run: {reason}. If dfexp did not write this file, "
+                    "move it away; else restore it from a copy, or delete the line to have the row made again."
+                )
+            indices.append(index)
+            size += len(line)
+            digest.update(line)
+    return ShardEntry(
+        name=path.name.removesuffix(".partial"),
+        rows=len(indices),
+        bytes=size,
+        sha256=digest.hexdigest(),
+        indices=indices,
+        mtime_ns=path.stat().st_mtime_ns,
+    )
+
+
+def read_failure_log(folder: Path, *, total: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Every failure that was written whole, in order. Raises CorruptShardError for a line that is none of the run's."""
+    path = folder / FAILURES
+    for number, row in enumerate(read_log(path), 1):
+        index = row.get("index")
+        if type(index) is not int or not 0 <= index < total or not isinstance(row.get("kind"), str):
+            raise CorruptShardError(f"{path}:{number} is not a failure of this run. Delete the line.")
+        yield row

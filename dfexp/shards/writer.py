@@ -2,25 +2,93 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import threading
 from array import array
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from dfexp.errors import ShardError, StorageError
-from dfexp.jsonl import encode_line, fsync_dir, repair
+from dfexp.errors import ShardError
+from dfexp.jsonl import AppendLog, disk, encode_line, fsync_dir, repair, write_atomic
 from dfexp.records import Completion, Failure
-from dfexp.shards.files import LOCK
-from dfexp.shards.lock import WriterLock
-from dfexp.shards.manifest import ShardEntry
-from dfexp.shards.open_shard import Line, OpenShard, check_free
-from dfexp.shards.recovery import Repairs, recover
+from dfexp.shards.files import (
+    DONE_INDICES,
+    FAILURES,
+    ShardEntry,
+    done_lines,
+    foreign_file,
+    lock,
+    partial_name,
+    sealed_name,
+    write_manifest,
+)
+from dfexp.shards.reader import read_entry
+from dfexp.shards.recovery import Found, inspect
 
 _REPAIRED = "surrogates_repaired"
+_NO_HARD_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
+
+
+class _OpenShard(AppendLog):
+    """A shard under its open name. `is_due`: it takes no more rows and waits for its final name."""
+
+    def __init__(self, folder: Path, number: int, *, rows: int | None = None) -> None:
+        """Open the shard in which recovery found `rows`, or create one. Raises ShardError if its name is taken."""
+        self.number, self.rows, self.is_due = number, rows or 0, False
+        self.path, self.final = folder / partial_name(number), folder / sealed_name(number)
+        if rows is None and self.path.exists() and self.path.stat().st_size:
+            raise foreign_file(self.path)
+        super().__init__(self.path)
+
+    def discard(self) -> None:
+        """Remove a shard whose rows were taken back. If it cannot be removed, it stays behind empty."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def rewind(self, rows: int, size: int) -> None:
+        """Take back all but the first `rows`, which have `size` bytes."""
+        self.rows, self.is_due = rows, False
+        self.truncate(size)
+
+    def check(self) -> None:
+        """Raises ShardError if the shard was removed or shortened, or if it is due and its final name is taken."""
+        super().check()
+        if self.is_due and os.path.lexists(self.final) and not self._is_published():
+            raise foreign_file(self.final)
+
+    def publish(self, total: int) -> ShardEntry:
+        """Give the shard its final name without ever replacing a file; a second call finishes what a first one began.
+
+        Raises StorageError if the disk refuses, ShardError if a foreign file has the name.
+        """
+        with disk(f"publish {self.final}", "Fix the folder."):
+            self.check()
+            if not self._is_published():
+                self._move()
+            fsync_dir(self.path.parent)  # the new name is safe before the old one goes; if that stays, opening heals
+            self.path.unlink(missing_ok=True)
+            entry = read_entry(self.final, total=total)
+        self.close()
+        return entry
+
+    def _is_published(self) -> bool:
+        return self.final.exists() and os.path.samestat(os.stat(self.final), os.fstat(self._fd))
+
+    def _move(self) -> None:
+        try:
+            os.link(self.path, self.final)
+        except FileExistsError as error:
+            raise foreign_file(self.final) from error
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            os.rename(self.path, self.final)  # without hard links; nobody else uses such names, so `check` is enough
 
 
 class Shards:
@@ -29,34 +97,42 @@ class Shards:
     `commit` and `seal` may run in any thread, one at a time.
 
     Attributes:
-        repairs: what opening found and put right, for the event log.
+        repairs: what opening put right, for the event log: names of sealed shards that no manifest listed, bytes of
+            torn lines, whether .done_indices was wrong; empty if all was well.
         seal_error: why shards that are due are not sealed yet, or None. Their rows are safe, and every commit tries
             again; the run only has to say so.
-
     """
 
-    def __init__(self, folder: Path, *, total: int, fingerprint: Mapping[str, str], rows_per_shard: int) -> None:
-        """See `open`."""
-        self._total, self._rows_per_shard = total, rows_per_shard
-        self._busy = threading.Lock()
-        self._closed = False
+    def __init__(self, folder: Path, found: Found, files: ExitStack) -> None:
+        """Go on from what `open` found: repair the folder, with every file that is opened closed by `files`."""
+        self._folder, self._files, self._busy = folder, files, threading.Lock()
+        self._manifest, self._done, self._failed = found.manifest, found.done, found.failed
+        self._unlisted, self._is_open = b"", True
+        self._failures = files.enter_context(AppendLog(folder / FAILURES))  # flushes all names before one is removed
+        for path in found.leftovers:
+            path.unlink()
+        if found.old != found.manifest:
+            write_manifest(folder, self._manifest)
+        done_list, listed = folder / DONE_INDICES, done_lines(self._manifest.shards)
+        is_listed = (done_list.read_bytes() if done_list.exists() else b"") == listed
+        if not is_listed:
+            write_atomic(done_list, listed)
+        self._done_list = files.enter_context(AppendLog(done_list, durable=False))
+        self._open: list[_OpenShard] = []
+        for number, entry in found.growing.items():
+            self._open.append(files.enter_context(_OpenShard(folder, number, rows=entry.rows)))
+            is_last = number == max(found.growing)
+            self._open[-1].is_due = not is_last or entry.rows >= self._manifest.rows_per_shard
+        old = set() if found.old is None else {entry.name for entry in found.old.shards}
+        adopted = [entry.name for entry in self._manifest.shards if entry.name not in old]
+        repairs = {
+            "adopted": adopted,
+            "cut_bytes": sum(shard.cut_bytes for shard in self._open),
+            "cut_failure_bytes": self._failures.cut_bytes,
+            "rebuilt_done_indices": not is_listed,
+        }
+        self.repairs = {name: value for name, value in repairs.items() if value}
         self.seal_error: ShardError | None = None
-        with ExitStack() as undo:
-            self._lock = WriterLock(_made(folder) / LOCK)
-            undo.callback(self._lock.close)
-            state = recover(folder, total=total, fingerprint=fingerprint, rows_per_shard=rows_per_shard)
-            undo.pop_all()
-        self._folder = folder
-        self.repairs: Repairs = state.repairs
-        self._ledger, self._failures = state.ledger, state.failures_log
-        self._done, self._done_count = state.done, sum(state.done)
-        self._failed = state.failed
-        self._failed_count = sum(not self._done[index] for index in self._failed)
-        self._next_number = state.next_number
-        self._full = state.open_shards[:-1]
-        self._open: OpenShard | None = state.open_shards[-1] if state.open_shards else None
-        self._unsaved = False
-        self._retire(at_rows=rows_per_shard)
         self._settle()
 
     @classmethod
@@ -74,21 +150,28 @@ class Shards:
             FingerprintError: the folder belongs to other prompts, another model or other sampling.
             CorruptShardError: a file holds what no crash explains. Nothing was changed.
             StorageError: the disk refuses.
-
         """
         if rows_per_shard < 1 or total < 0:
             raise ShardError(f"rows_per_shard is {rows_per_shard} and total {total}; at least 1 and 0 are needed.")
-        return cls(folder, total=total, fingerprint=fingerprint, rows_per_shard=rows_per_shard)
+        with disk(f"create {folder}", "Fix the folder above it."):
+            folder.mkdir(parents=True, exist_ok=True)
+            fsync_dir(folder.parent)
+        with disk(f"open {folder}", "Fix the folder."), ExitStack() as files:
+            files.callback(os.close, lock(folder))
+            found = inspect(folder, total=total, fingerprint=fingerprint, rows_per_shard=rows_per_shard)
+            run = cls(folder, found, files)
+            run._files = files.pop_all()
+            return run
 
     @property
     def done(self) -> int:
         """Rows that are safe on disk."""
-        return self._done_count
+        return self._done.count(1)
 
     @property
     def failed(self) -> int:
         """Indices that failed and are not done."""
-        return self._failed_count
+        return len(self._failed)
 
     def is_done(self, index: int) -> bool:
         """Whether the row of an index is safe on disk."""
@@ -96,16 +179,12 @@ class Shards:
 
     def failures_by_kind(self) -> dict[str, int]:
         """Indices that failed and are not done, counted by the kind of their last failure."""
-        failed = self._failed.copy()  # a commit in another thread may add to it meanwhile
-        return dict(Counter(kind for index, kind in failed.items() if not self._done[index]))
+        return dict(Counter(list(self._failed.values())))  # a copy: a commit in another thread may change it meanwhile
 
-    def pending(self, retry_failed: Container[str] | None = None) -> array[int]:
-        """Indices that are neither done nor failed, ascending; with `retry_failed`, those failed in such a kind too."""
-        failed, kinds = self._failed.copy(), () if retry_failed is None else retry_failed
-        return array(
-            "Q",
-            (i for i, done in enumerate(self._done) if not done and (i not in failed or failed[i] in kinds)),
-        )
+    def pending(self, retry_failed: Container[str] = ()) -> array[int]:
+        """Indices that are neither done nor failed, ascending; those failed in a kind of `retry_failed` too."""
+        kept = {index for index, kind in self._failed.copy().items() if kind not in retry_failed}
+        return array("Q", (index for index, done in enumerate(self._done) if not done and index not in kept))
 
     def commit(self, rows: Sequence[Completion], failures: Sequence[Failure] = ()) -> list[ShardEntry]:
         """Make rows and failures safe: when this returns, they survive anything. Returns the shards it sealed.
@@ -114,22 +193,21 @@ class Shards:
 
         Raises:
             ShardError: a row is done already, is there twice or cannot be written as JSON, an index is outside the run,
-                or a foreign file has the next shard's name. Nothing was written.
+                or a foreign file has the next shard's name. The files are as before.
             StorageError: the disk refused. The files are as before; the same call may succeed later.
-
         """
-        with self._alone():
-            lines = self._encode(rows)
-            notes = b"".join(self._encode_failure(failure) for failure in failures)
-            self._check_names(len(lines))
-            self._append(lines, notes)
-            for line in lines:
-                self._done[line.index] = 1
-                self._failed_count -= line.index in self._failed
-            self._done_count += len(lines)
-            for failure in failures:
-                self._failed_count += failure.index not in self._failed and not self._done[failure.index]
-                self._failed[failure.index] = failure.kind
+        with self._alone(), disk(f"write to {self._folder}"):
+            lines: dict[int, bytes] = {}
+            for row in rows:
+                line = self._line(row)
+                if row.index in lines or self._done[row.index]:
+                    raise ShardError(f"row {row.index} is {'there twice' if row.index in lines else 'done already'}.")
+                lines[row.index] = line
+            self._append(list(lines.values()), b"".join(map(self._line, failures)))
+            for index in lines:
+                self._done[index] = 1
+                self._failed.pop(index, None)
+            self._failed |= {failure.index: failure.kind for failure in failures if not self._done[failure.index]}
             return self._settle()
 
     def seal(self) -> list[ShardEntry]:
@@ -138,7 +216,8 @@ class Shards:
         Raises StorageError or ShardError if that cannot be done now; the rows are safe all the same.
         """
         with self._alone():
-            self._retire(at_rows=1)
+            for shard in self._open:
+                shard.is_due = shard.is_due or shard.rows > 0
             sealed = self._settle()
             if self.seal_error is not None:
                 raise self.seal_error
@@ -147,19 +226,15 @@ class Shards:
     def close(self) -> None:
         """Close the files and let the next writer in; waits for a commit that is under way. Seals nothing."""
         with self._busy:
-            self._closed = True
-            for shard in [*self._full, self._open]:
-                if shard is not None:
-                    shard.close()
-            self._failures.close()
-            self._lock.close()
+            self._is_open = False
+            for shard in self._open:
+                shard.close()
+            self._files.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
@@ -167,103 +242,66 @@ class Shards:
         if not self._busy.acquire(blocking=False):
             raise ShardError("two threads wrote to one run at once. Wait for one commit before the next.")
         try:
-            if self._closed:
+            if not self._is_open:
                 raise ShardError(f"{self._folder} was closed. Open it again to write.")
             yield
         finally:
             self._busy.release()
 
-    def _encode(self, rows: Sequence[Completion]) -> list[Line]:
-        lines: dict[int, Line] = {}
-        for row in rows:
-            self._check_index(row.index)
-            if self._done[row.index] or row.index in lines:
-                raise ShardError(f"row {row.index} is {'there twice' if row.index in lines else 'done already'}.")
-            record, repaired = repair(row.to_json())
-            if repaired and _REPAIRED not in record["flags"]:
-                record = {**record, "flags": [*record["flags"], _REPAIRED]}
-            try:
-                lines[row.index] = Line(index=row.index, data=encode_line(record))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise ShardError(f"row {row.index} cannot be written as JSON: {error}.") from error
-        return list(lines.values())
-
-    def _encode_failure(self, failure: Failure) -> bytes:
-        self._check_index(failure.index)
+    def _line(self, item: Completion | Failure) -> bytes:
+        """A row or a failure as it is written. Raises ShardError if it cannot be, or is not of this run."""
+        if type(item.index) is not int or not 0 <= item.index < self._manifest.total:
+            raise ShardError(f"index {item.index!r} is not in 0..{self._manifest.total - 1}, the prompts of this run.")
         try:
-            return encode_line(failure.to_json())
+            record, is_repaired = repair(item.to_json())
+            if is_repaired and isinstance(item, Completion) and _REPAIRED not in item.flags:
+                record["flags"].append(_REPAIRED)
+            return encode_line(record)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ShardError(f"the failure of row {failure.index} cannot be written as JSON: {error}.") from error
+            raise ShardError(f"row {item.index} cannot be written as JSON: {error}.") from error
 
-    def _check_index(self, index: int) -> None:
-        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self._total:
-            raise ShardError(f"index {index!r} is not in 0..{self._total - 1}, the prompts of this run.")
-
-    def _check_names(self, rows: int) -> None:
-        """Refuse before anything is written if a shard that these rows fill could not get its name."""
-        for shard in self._full:
-            shard.check_publishable()
-        begun = 0 if self._open is None else len(self._open.indices)
-        first = self._next_number if self._open is None else self._open.number
-        for number in range(first, first + (begun + rows) // self._rows_per_shard):
-            if self._open is not None and number == self._open.number:
-                self._open.check_publishable()
-            else:
-                check_free(self._folder, number)
-
-    def _retire(self, *, at_rows: int) -> None:
-        """Take no more rows into the open shard if it has so many."""
-        if self._open is not None and len(self._open.indices) >= at_rows:
-            self._full.append(self._open)
-            self._open = None
-
-    def _append(self, lines: list[Line], notes: bytes) -> None:
+    def _append(self, lines: list[bytes], notes: bytes) -> None:
         """Write all, flushed, or nothing.
 
         A shard is full and flushed before the next one is created, so a crash leaves whole shards and one torn tail.
         """
-        shard, full, number = self._open, list(self._full), self._next_number
+        rows_per_shard, shards = self._manifest.rows_per_shard, self._open.copy()
+        for shard in shards:
+            shard.check()
         with ExitStack() as undo:
             while lines:
-                if shard is None:
-                    shard = OpenShard.create(self._folder, number)
-                    undo.callback(shard.discard)
-                    number += 1
-                undo.callback(shard.rewind, shard.mark())
-                room = self._rows_per_shard - len(shard.indices)
-                shard.append(lines[:room])
+                if not shards or shards[-1].is_due:
+                    shards.append(_OpenShard(self._folder, self._next_number(shards)))
+                    undo.callback(shards[-1].discard)
+                shard, room = shards[-1], rows_per_shard - shards[-1].rows
+                undo.callback(shard.rewind, shard.rows, shard.size)
+                shard.append_bytes(b"".join(lines[:room]))
+                shard.rows += len(lines[:room])
+                shard.is_due = shard.rows == rows_per_shard
+                shard.check()
                 lines = lines[room:]
-                if len(shard.indices) >= self._rows_per_shard:
-                    full.append(shard)
-                    shard = None
             self._failures.append_bytes(notes)
             undo.pop_all()
-        self._open, self._full, self._next_number = shard, full, number
+        self._open = shards
+
+    def _next_number(self, shards: Sequence[_OpenShard]) -> int:
+        sealed = [entry.number for entry in self._manifest.shards[-1:]]
+        return max([*sealed, *(shard.number for shard in shards)], default=-1) + 1
 
     def _settle(self) -> list[ShardEntry]:
-        """Publish the full shards and note them. What the disk refuses is due again at the next call."""
-        sealed = []
+        """Publish the shards that are due and note them. What the disk refuses is due again at the next call."""
+        sealed: list[ShardEntry] = []
         try:
-            while self._full:
-                entry = self._full[0].publish()
-                self._full.pop(0).close()
-                self._ledger.add(entry)
-                self._unsaved = True
-                sealed.append(entry)
-            if self._unsaved:
-                self._ledger.save()
-                self._unsaved = False
+            while self._open and self._open[0].is_due:
+                sealed.append(self._open[0].publish(self._manifest.total))
+                del self._open[0]
+                self._manifest.shards.append(sealed[-1])
+                self._unlisted += done_lines(sealed[-1:])
+            if self._unlisted:
+                write_manifest(self._folder, self._manifest)
+                self._done_list.append_bytes(self._unlisted)
+                self._unlisted = b""
             self.seal_error = None
         except ShardError as error:
             self.seal_error = error
         return sealed
-
-
-def _made(folder: Path) -> Path:
-    try:
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            fsync_dir(folder.parent)
-    except OSError as error:
-        raise StorageError(f"cannot create {folder}: {error.strerror or error}. Fix the folder above it.") from error
-    return folder

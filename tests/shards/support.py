@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dfexp.records import Completion, Failure
-from dfexp.shards import Shards, list_shards, read_manifest, read_rows, unpack_indices
+from dfexp.shards import Shards, list_shards, read_manifest, read_rows
 
 FINGERPRINT = {"prompts": "p" * 64, "model": "some/model", "sampling": "s" * 64}
 ODD = ("line\u2028two", "nul \0 nul", "form\ffeed\u0085\r\n", '\U0001f600 é \\ud800 "quoted"', "", "plain " * 9)
@@ -73,7 +73,7 @@ def check_consistent(folder: Path, run: Shards) -> None:
         indices = [json.loads(line)["index"] for line in data.splitlines()]
         assert (entry.bytes, entry.rows) == (len(data), len(indices))
         assert entry.sha256 == hashlib.sha256(data).hexdigest()
-        assert list(unpack_indices(entry.indices)) == indices
+        assert entry.indices == indices
         done_list += indices
     assert (folder / ".done_indices").read_text().split() == [str(index) for index in done_list]
 

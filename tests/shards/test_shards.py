@@ -8,7 +8,7 @@ import pytest
 
 from dfexp.errors import FingerprintError, LockedError, ShardError
 from dfexp.jsonl import read_log
-from dfexp.shards import list_shards, pack_indices, read_failures, read_manifest, read_rows, unpack_indices
+from dfexp.shards import list_shards, read_failures, read_manifest, read_rows
 from tests.shards.support import AnyKind, check_consistent, failure, finish, open_run, read_indices, row, rows
 
 
@@ -35,7 +35,7 @@ def test_one_commit_may_fill_several_shards(folder):
     with open_run(folder) as run:
         sealed = run.commit(rows(range(12)))
         assert [entry.name for entry in sealed] == ["completions_000000.jsonl", "completions_000001.jsonl"]
-        assert [entry.indices for entry in sealed] == ["0-4", "5-9"]
+        assert [entry.indices for entry in sealed] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
         assert names(folder) == [*(entry.name for entry in sealed), "completions_000002.jsonl.partial"]
         check_consistent(folder, run)
 
@@ -61,7 +61,7 @@ def test_resume_goes_on_in_the_open_shard(folder):
         run.commit(rows([0, 1, 2]))
     with open_run(folder) as run:
         assert (run.done, bool(run.repairs)) == (3, False)
-        assert [entry.indices for entry in run.commit(rows([9, 8, 7]))] == ["0-2,9,8"]
+        assert [entry.indices for entry in run.commit(rows([9, 8, 7]))] == [[0, 1, 2, 9, 8]]
         check_consistent(folder, run)
     finish(folder)
 
@@ -274,21 +274,6 @@ def test_a_shard_sealed_between_listing_and_reading_is_read_once(folder):
         run.commit(rows(range(8, 14)))
         found += [record["index"] for record in reading]
     assert found == list(range(10))  # the third shard did not exist when the reading began
-
-
-@pytest.mark.parametrize(
-    ("indices", "text"),
-    [([], ""), ([5], "5"), ([0, 1, 2, 3, 5, 4, 7], "0-3,5,4,7"), ([9, 8], "9,8"), ([1, 2, 1, 2], "1-2,1-2")],
-)
-def test_compact_indices_keep_their_order(indices, text):
-    assert pack_indices(indices) == text
-    assert list(unpack_indices(text)) == indices
-
-
-@pytest.mark.parametrize("text", ["a", "1,,2", "1-", "-1", "1.5", "1-2-3", "3-1"])
-def test_text_that_is_no_index_list_is_refused(text):
-    with pytest.raises(ValueError, match=r"invalid literal|no range"):
-        unpack_indices(text)
 
 
 def test_a_folder_that_no_run_has_begun_is_empty_to_readers(folder):
