@@ -12,15 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from dfexp.errors import EngineStartError
 from dfexp.layout import FleetFolder
 from dfexp.params import FleetGroup
 from dfexp.processes import ProcessId
 from dfexp.records import ServerLimits
 
-_ENGINES = {
-    "llamacpp": ("dfexp.engines.llamacpp", "LlamacppEngine"),
-    "external": ("dfexp.engines.external", "ExternalEngine"),
-}
+_ENGINES = {"llamacpp": "LlamacppEngine", "external": "ExternalEngine"}  # classes in modules of dfexp.engines
 # Below every system's range of ephemeral ports: a client's outgoing connection can then never sit on the port of a
 # server that is down, nor connect to itself while it tries to reach one.
 _PORTS = range(20000, 32000)
@@ -52,7 +50,7 @@ class Engine(Protocol):
         """The value of `engine` in a parameter file."""
 
     def plan(self, folder: FleetFolder, key: str) -> list[Server]:
-        """The servers to start. Private files that they need are written here as `server-*` in the folder, mode 0600.
+        """The servers to start; what they need to know privately is written as `server-*` in the folder, mode 0600.
 
         Raises EngineStartError for what can be known to fail before anything is started.
         """
@@ -75,8 +73,9 @@ class Engine(Protocol):
 
 def engine_for(group: FleetGroup, root: Path | None = None) -> Engine:
     """The engine of a fleet's parameters; relative paths in them are relative to `root` (default: working folder)."""
-    module, cls = _ENGINES[cast(Any, group).engine]
-    return cast(Engine, getattr(importlib.import_module(module), cls)(group=group, root=root or Path.cwd()))
+    name = cast(Any, group).engine
+    module = importlib.import_module(f"dfexp.engines.{name}")
+    return cast(Engine, getattr(module, _ENGINES[name])(group=group, root=root or Path.cwd()))
 
 
 def scrub(text: str, key: str) -> str:
@@ -85,19 +84,20 @@ def scrub(text: str, key: str) -> str:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """So many TCP ports that nobody listens on at `host` now; nothing keeps them free. Raises OSError: not our host."""
+    """So many TCP ports that nobody listens on at `host` now; nothing keeps them free. Raises EngineStartError."""
     shuffled = random.SystemRandom().sample(_PORTS, len(_PORTS))
-    return list(islice((port for port in shuffled if is_free(host, port)), count))
+    try:
+        return list(islice((port for port in shuffled if is_free(host, port)), count))
+    except OSError as error:
+        raise EngineStartError(f"fleet.host = {host!r}: {error}. Give an IPv4 address of this machine.") from None
 
 
 def is_free(host: str, port: int) -> bool:
     """Whether the port can be listened on. Raises OSError for any reason other than that it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return False
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
     return True

@@ -54,12 +54,9 @@ class ExternalEngine:
     def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """What the server says in whichever way it knows, completed by what the parameters give."""
         said = _limits(url, key, timeout_s)
-        return replace(
-            said,
-            max_running_requests=said.max_running_requests or self.group.max_running_requests,
-            context_length=said.context_length or self.group.context_length,
-            model=self.group.model or said.model,
-        )
+        slots = said.max_running_requests or self.group.max_running_requests
+        context, model = said.context_length or self.group.context_length, self.group.model or said.model
+        return replace(said, max_running_requests=slots, context_length=context, model=model)
 
     def diagnose_start(self, log_text: str, exit_code: int | None) -> tuple[str, str]:
         """There is no log: all that is known is that nothing answered."""

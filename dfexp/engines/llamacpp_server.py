@@ -1,12 +1,11 @@
-"""The process of one embedded server: `python -m dfexp.engines.llamacpp_server --config FILE`.
+"""The process of one embedded server: `python -m dfexp.engines.llamacpp_server CONFIG.json`.
 
-FILE is JSON with model, alias, host, port, slots, context_length, threads, key, drain_s. On SIGTERM it waits until no
-request is in flight, at most `drain_s` seconds, and ends. It imports nothing of dfexp but the bare HTTP.
+On SIGTERM it waits until no request is in flight, and ends. It imports nothing of dfexp but the bare HTTP.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import os
 import signal
@@ -20,14 +19,11 @@ from dfexp.engines.http import get_json
 from dfexp.errors import RequestError
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
-_EXIT_LIMIT_S = 20
 
 
 def main() -> NoReturn:
     """Serve until told to stop, then leave by `os._exit`: destroying the server hangs while requests are in flight."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    config = json.loads(parser.parse_args().config.read_bytes())
+    config = json.loads(Path(sys.argv[1]).read_bytes())
     # Blocked before the server makes its threads, which inherit it: the signal can only arrive at sigwait below.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
@@ -35,9 +31,8 @@ def main() -> NoReturn:
     except Exception as error:  # the log is the only place where the reason can be told
         print(f"dfexp: the server did not start: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         # An ordinary exit: llama.cpp writes its log from a thread, and os._exit would lose its last lines, the reason.
-        signal.alarm(_EXIT_LIMIT_S)
+        signal.alarm(20)
         sys.exit(1)
-    print(f"dfexp: serving at {server.listening_address}", file=sys.stderr, flush=True)
     signal.sigwait(_STOP_SIGNALS)
     _drain(server.listening_address, config["key"], config["drain_s"])
     os._exit(0)
@@ -54,8 +49,7 @@ def _start(config: Mapping[str, Any]) -> Any:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = config["threads"]
     # A waiting request holds an HTTP thread: with too few of them the metrics would wait behind the queue.
     params.n_threads_http = 2 * config["slots"] + 16
-    params.endpoint_metrics, params.endpoint_slots = True, True
-    params.ui, params.offline = False, True
+    params.endpoint_metrics, params.endpoint_slots, params.ui, params.offline = True, True, False, True
     params.verbosity = 2  # warnings and errors: six lines a request would fill the disk in a long run
     params.fit_params = False  # it would shrink the context silently
     params.cache_ram_mib = 0  # prompts share no prefix; the cache grows to gigabytes
@@ -67,11 +61,8 @@ def _drain(address: str, key: str, limit_s: float) -> None:
     end, idle = time.monotonic() + limit_s, 0
     while idle < 2 and time.monotonic() < end:
         time.sleep(0.1)
-        try:
-            working = any(slot["is_processing"] for slot in get_json(f"{address}/slots", key=key))
-            idle = 0 if working else idle + 1
-        except RequestError:
-            idle = 0
+        with contextlib.suppress(RequestError):
+            idle = 0 if any(slot["is_processing"] for slot in get_json(f"{address}/slots", key=key)) else idle + 1
 
 
 if __name__ == "__main__":

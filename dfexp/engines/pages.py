@@ -16,9 +16,7 @@ def from_server_info(info: Any, models: Any) -> ServerLimits:
     The effective request cap of each data-parallel rank is what counts, never the flag at the top level, which is only
     what was asked for; ranks add up.
     """
-    states = _at(info, "internal_states")
-    ranks = states if isinstance(states, list) else []
-    listed = from_models(models)
+    listed, ranks = from_models(models), _at(info, "internal_states")
     return ServerLimits(
         max_running_requests=_sum(ranks, "effective_max_running_requests_per_dp"),
         context_length=listed.context_length or _count(info, "context_length"),
@@ -69,7 +67,7 @@ def _text(page: Any, *steps: str | int, prefix: str = "") -> str | None:
     return prefix + value if isinstance(value, str) and value else None
 
 
-def _sum(ranks: list[Any], *steps: str | int) -> int | None:
+def _sum(ranks: Any, *steps: str | int) -> int | None:
     """The sum over ranks, if every one says its part."""
-    parts = [_count(rank, *steps) or 0 for rank in ranks]
+    parts = [_count(rank, *steps) or 0 for rank in ranks] if isinstance(ranks, list) else []
     return sum(parts) if parts and all(parts) else None

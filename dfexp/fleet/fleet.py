@@ -1,30 +1,52 @@
-"""A running fleet, whoever launched it. Methods named `..._locked` are for whoever is `changing` the folder."""
+"""A fleet: launched, attached to, watched, restarted and stopped, by whoever has its folder.
+
+`fleet.json` is the truth about it; every change replaces the file whole. Methods named `..._locked` are for whoever is
+`changing` the folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import secrets
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter, ValidationError
+
 from dfexp import errors
-from dfexp.engines.base import Engine, Server, is_free, scrub
+from dfexp.engines.base import Engine, Server, engine_for, is_free, scrub
 from dfexp.engines.http import probe
 from dfexp.errors import EngineStartError, FleetError, LockedError, RequestError
 from dfexp.fleet import spawn
-from dfexp.fleet.record import FleetRecord, changing, read_record, write_record
+from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
+from dfexp.params import AnyFleet, RunSpec
 from dfexp.processes import ProcessId
 from dfexp.records import ServerLimits
 
-_PROBE_TIMEOUT_S, _PAUSE_S = 20.0, 0.2
-_LAST_LINES = 12
+_PROBE_TIMEOUT_S, _PAUSE_S, _LAST_LINES = 20.0, 0.2, 12
 _Said = TypeVar("_Said")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRecord:
+    """The content of fleet.json, without secrets."""
+
+    identity: str  # random hex made at launch
+    spec: AnyFleet  # the parameters as launched
+    root: Path  # what relative paths in them are relative to
+    servers: tuple[Server, ...]
+    ready: bool = False  # whether all have answered once; until then the fleet is being launched
+
+
+_FORMAT = TypeAdapter(FleetRecord)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +69,13 @@ class ServerStatus:
 class Fleet:
     """Servers of one engine under one name, recorded in one folder. Safe to use from several threads."""
 
-    def __init__(
-        self, folder: FleetFolder, engine: Engine, record: FleetRecord, *, launched_here: bool = False
-    ) -> None:
-        """For `up` and `attach`. Args: launched_here, whether an interrupted launch is this process's to undo."""
+    def __init__(self, folder: FleetFolder, engine: Engine, record: FleetRecord) -> None:
+        """For `up` and `attach`."""
         self.folder, self.engine, self.name = folder, engine, folder.name
         self.identity = record.identity  # a restart of a server keeps it
         self.spec: dict[str, Any] = record.spec.model_dump(mode="json")  # the parameters as launched
-        self._record, self._launched_here = record, launched_here
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._record = record
+        self._children: dict[int, subprocess.Popen[bytes]] = {}  # for their exit codes
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -80,13 +100,10 @@ class Fleet:
 
     def model_name(self) -> str:
         """The model name to send, from the first server that says it. Raises FleetError if none does."""
-        reasons = []
         for server in self.servers:
-            try:
+            with contextlib.suppress(RequestError):
                 return self.engine.model_name(server.url, self.key)
-            except RequestError as error:
-                reasons.append(str(error))
-        raise FleetError(f"no server of fleet {self.name!r} tells its model: {reasons[0]}")
+        raise FleetError(f"no server of fleet {self.name!r} tells its model. Give it in fleet.model.")
 
     def limits(self, name: str, timeout_s: float = 10.0) -> ServerLimits:
         """What server `name` says of its room. Raises RequestError if it does not answer."""
@@ -96,8 +113,8 @@ class Fleet:
         """Return once the servers serve; all are asked at the same time.
 
         While the fleet is being launched each must generate a token: the first that ends early or stays silent raises
-        EngineStartError (cause from its log, fix, last lines), and everything that was started is stopped. Of a fleet
-        that was ready before, one server that tells its limits is enough; `status` tells about the others.
+        EngineStartError (cause from its log, fix, last lines), and everything that was started is stopped, also when
+        the wait is interrupted. Of a fleet that was ready before, one server that tells its limits is enough.
         """
         launching = not self._record.ready
         try:
@@ -106,19 +123,14 @@ class Fleet:
                 with changing(self.folder):
                     self._reread()
                     self.save_locked(ready=True)
-        except BaseException as error:
-            if launching and (self._launched_here or isinstance(error, EngineStartError)):
-                with changing(self.folder):
-                    if self._is_current() and not self._record.ready:
-                        self.stop_locked(drain_s=0.0)
+        except BaseException:
+            with changing(self.folder):
+                if self._is_current() and not self._record.ready:
+                    self.stop_locked(drain_s=0.0)
             raise
 
     def status(self, timeout_s: float = 10.0) -> list[ServerStatus]:
-        """What each server is doing, asked at the same time. Never raises for what a server does.
-
-        Looks at fleet.json first: a server may have been restarted by another process. Raises FleetError if the fleet
-        was stopped.
-        """
+        """What each server is doing, asked at the same time. Raises FleetError only if the fleet was stopped."""
         self._reread()
         return self._ask_all(lambda server: self._status(server, timeout_s))
 
@@ -128,10 +140,9 @@ class Fleet:
         return server.argv is None or server.process.is_alive()
 
     def restart(self, name: str) -> Fleet:
-        """Kill what is left of server `name` and start it again on the same address; returns this fleet, updated.
+        """Kill what is left of server `name` and start it again on the same address, without waiting.
 
-        Does not wait: `probe` tells when it serves. Raises FleetError for a server that somebody else runs or a fleet
-        that was stopped, EngineStartError if it cannot be started.
+        Raises FleetError for a server that somebody else runs or a fleet that was stopped, EngineStartError.
         """
         with changing(self.folder):
             self._reread()
@@ -169,11 +180,10 @@ class Fleet:
         return scrub("\n".join(lines), self.key)
 
     def down(self, drain_s: float = 10.0, *, force: bool = False) -> list[str]:
-        """Stop every server that this fleet started, and prove it; one line per server of what was done.
+        """Stop every server that this fleet started: SIGTERM, SIGKILL after `drain_s` seconds, and proof.
 
-        SIGTERM, up to `drain_s` seconds to finish, then SIGKILL. Only processes of this fleet are touched. Raises
-        LockedError while a process holds the lease (unless `force`), FleetError naming what could not be stopped;
-        fleet.json then stays.
+        Returns one line per server. Raises LockedError while a process holds the lease (unless `force`), FleetError
+        naming what could not be stopped; fleet.json then stays.
         """
         with changing(self.folder):
             self._reread()
@@ -217,9 +227,9 @@ class Fleet:
         return f"{purpose} (pid {process.pid})" if process.is_alive() else None
 
     def save_locked(self, **changes: Any) -> None:
-        """Replace fields of the record, on disk first."""
+        """Replace fields of the record, on disk first. Raises StorageError if the disk refuses."""
         record = replace(self._record, **changes)
-        write_record(self.folder, record)
+        write_atomic(self.folder.fleet_json, _FORMAT.dump_json(record, indent=2) + b"\n")
         self._record = record
 
     def _is_current(self) -> bool:
@@ -255,17 +265,14 @@ class Fleet:
             time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
 
     def _why_not_ready(self, server: Server, timeout_s: float, launching: bool) -> RequestError | None:
-        """None if a server serves. In a launch only a token counts, and only from the fleet's own process."""
+        """None if a server serves: in a launch only a token counts, later its limits."""
         try:
-            if not launching:
-                self.limits(server.name, timeout_s)
-                return None
-            error = probe(server.url, self.key, self.engine.model_name(server.url, self.key), timeout_s).error
-        except RequestError as refusal:
-            return refusal
-        if error is None and server.argv is not None and not spawn.listens(server):
-            return errors.BadAnswer("another process answers at its address")
-        return error
+            if launching:
+                return probe(server.url, self.key, self.engine.model_name(server.url, self.key), timeout_s).error
+            self.limits(server.name, timeout_s)
+        except RequestError as error:
+            return error
+        return None
 
     def _status(self, server: Server, timeout_s: float) -> ServerStatus:
         alive, limits, state, detail = self.is_process_alive(server.name), None, "dead", "its process is gone"
@@ -279,3 +286,103 @@ class Fleet:
         return ServerStatus(
             name=server.name, url=server.url, state=state, detail=detail, limits=limits, pid=pid, rss_bytes=memory
         )
+
+
+def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
+    """The fleet of `spec`, and whether this call launched it. Does not wait: `Fleet.wait_ready` does.
+
+    A fleet of that name that runs with the same parameters is attached to; its dead servers are started again unless a
+    run holds it. Records of a fleet that is gone are replaced. Raises FleetError if it runs with other parameters
+    (naming them), EngineStartError if it cannot be launched; then nothing is left running.
+    """
+    root = root.resolve()
+    engine = engine_for(spec.fleet, root)
+    engine.outside_key()  # a missing one is told before anything is made
+    folder = FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    with changing(folder):
+        record = read_record(folder)
+        if record is None:
+            return _launch(folder, engine, spec, root), True
+        fleet = Fleet(folder, engine, record)
+        differences, user = _differences(record, spec), fleet.lease_holder()
+        ours = [server for server in record.servers if server.argv is not None]
+        if user is None and not any(spawn.members(record.identity, ours).values()) and (ours or differences):
+            fleet.stop_locked(drain_s=0.0)
+            return _launch(folder, engine, spec, root), True
+        if differences:
+            by = f" and is in use by {user}" if user else ""
+            raise FleetError(
+                f"fleet {fleet.name!r} already runs with other parameters{by}: {'; '.join(differences)}. Stop it with"
+                f" `dfexp fleet down {fleet.name}`, or give this one another name (fleet.name)."
+            )
+        for server in ours:
+            if record.ready and user is None and not server.process.is_alive():
+                fleet.restart_locked(server)
+        return fleet, False
+
+
+def attach(folder: FleetFolder) -> Fleet:
+    """The fleet that `folder` records, whatever state its servers are in. Raises FleetError if none is recorded."""
+    record = read_record(folder)
+    if record is None:
+        raise FleetError(f"no fleet {folder.name!r} here: {folder.fleet_json} does not exist. Launch it first.")
+    return Fleet(folder, engine_for(record.spec, record.root), record)
+
+
+def list_fleets(root: Path, outputs: str = "outputs") -> list[FleetFolder]:
+    """The folders under `root/outputs/fleets` in which a fleet is recorded, by name."""
+    return [FleetFolder(path.parent) for path in sorted((root / outputs / "fleets").glob("*/fleet.json"))]
+
+
+def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> Fleet:
+    """Start every server. The record is on disk before the first process is, so that none can be forgotten."""
+    record = FleetRecord(identity=secrets.token_hex(8), spec=spec.fleet, root=root, servers=())
+    fleet = Fleet(folder, engine, record)
+    try:
+        key = engine.outside_key()
+        if key is None:
+            key = secrets.token_urlsafe(32)
+            write_atomic(folder.key, key.encode(), mode=0o600)
+        servers = tuple(engine.plan(folder, key))
+        fleet.save_locked(servers=servers)
+        for server in servers:
+            if server.argv is not None:
+                fleet.start_locked(server)
+    except BaseException:
+        fleet.stop_locked(drain_s=0.0)
+        raise
+    return fleet
+
+
+def _differences(record: FleetRecord, spec: RunSpec) -> list[str]:
+    """The keys that differ, with both values, but for those that say nothing about the servers themselves."""
+    running, asked = record.spec.model_dump(mode="json"), spec.fleet.model_dump(mode="json")
+    return [
+        f"fleet.{key} is {running.get(key)!r}, asked for is {asked.get(key)!r}"
+        for key in {**asked, **running}
+        if running.get(key) != asked.get(key) and key not in ("name", "start_timeout_s")
+    ]
+
+
+def read_record(folder: FleetFolder) -> FleetRecord | None:
+    """What fleet.json says; None when there is none. Raises FleetError for a file that is not whole."""
+    try:
+        return _FORMAT.validate_json(folder.fleet_json.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise FleetError(
+            f"{folder.fleet_json} is damaged or of another version of dfexp ({error.errors()[0]['msg']}). Stop its"
+            f" servers by hand (the file or `ps` names them), then remove {folder.path}."
+        ) from None
+
+
+@contextlib.contextmanager
+def changing(folder: FleetFolder) -> Iterator[None]:
+    """One process, and one thread in it, at a time changes a fleet; others wait. Ends with its process."""
+    # A file, not the folder: shared file systems lock only what is open for writing. It is never removed, or two
+    # processes could each hold the lock of a file of that name.
+    with (folder.path / "launch.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -22,10 +22,8 @@ from dfexp.engines.base import Server
 from dfexp.errors import EngineStartError, FleetError
 from dfexp.processes import ProcessId
 
-_MARK = "DFEXP_SERVER"
-_HEADER = "dfexp: starting server "
-_KILL_S = 15.0
-_TAIL_BYTES = 2**20
+_MARK, _HEADER = "DFEXP_SERVER", "dfexp: starting server "
+_KILL_S, _TAIL_BYTES = 15.0, 2**20
 
 
 def spawn(server: Server, identity: str, folder: Path) -> tuple[Server, subprocess.Popen[bytes]]:
@@ -78,22 +76,9 @@ def members(identity: str, servers: Sequence[Server]) -> dict[str, set[ProcessId
 def rss_bytes(server: Server) -> int | None:
     """Resident memory of a server's process and of what it started; None where unknown."""
     with contextlib.suppress(psutil.Error):
-        return sum(process.memory_info().rss for process in _family(server))
+        leader = psutil.Process(server.pid)
+        return sum(one.memory_info().rss for one in (leader, *leader.children(recursive=True)))
     return None
-
-
-def listens(server: Server) -> bool:
-    """Whether one of the server's own processes holds its port."""
-    port = int(server.name.rpartition(":")[2])
-    with contextlib.suppress(psutil.Error):
-        sockets = [each for process in _family(server) for each in process.net_connections("tcp")]
-        return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
-    return False
-
-
-def _family(server: Server) -> list[psutil.Process]:
-    leader = psutil.Process(server.pid)
-    return [leader, *leader.children(recursive=True)]
 
 
 def stop(identity: str, servers: Sequence[Server], drain_s: float) -> list[str]:
@@ -115,13 +100,9 @@ def stop(identity: str, servers: Sequence[Server], drain_s: float) -> list[str]:
     stuck = _wait_gone(everything.union(*left.values()), _KILL_S)
     if stuck:
         raise FleetError(f"processes {stuck} did not end even after SIGKILL (a driver or a disk may hold them).")
-    lines = []
-    for name, found in before.items():
-        done = "killed, since it did not stop in time" if left[name] else "stopped"
-        lines.append(
-            f"{name}: {done} (pid {', '.join(str(one.pid) for one in found)})" if found else f"{name}: was not running"
-        )
-    return lines
+    said = {name: "killed, since it did not stop in time" if left[name] else "stopped" for name in before}
+    pids = {name: ", ".join(str(one.pid) for one in found) for name, found in before.items()}
+    return [f"{name}: {said[name]} (pid {pids[name]})" if pids[name] else f"{name}: was not running" for name in before]
 
 
 def _send(processes: Collection[ProcessId], number: signal.Signals) -> None:

@@ -107,7 +107,6 @@ def test_what_messages_say_to_install_exists():
     ("log", "code", "words"),
     [
         ("E srv start: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 1", 1, "holds its port"),
-        ("ModuleNotFoundError: No module named 'xllamacpp'", 1, "cannot be loaded"),
         ("tensor 'x' data is not within the file bounds, model is corrupted or incomplete", 1, "incomplete"),
         ("E gguf_init_from_reader: invalid magic characters: 'not '", 1, "damaged"),
         ("error loading model: unknown model architecture: 'zzz'", 1, "architecture"),

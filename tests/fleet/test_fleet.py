@@ -274,21 +274,6 @@ def test_somebody_else_at_the_address_of_a_dead_server(launch):
         assert get_json(f"http://127.0.0.1:{port_of(fleet)}/") == {"hello": 1}
 
 
-def test_a_token_of_somebody_else_is_no_readiness(launch):
-    fleet = launch(wait=False)
-    before = fleet.servers[0]
-    os.kill(before.pid, signal.SIGSTOP)
-
-    class Impostor(Quiet):
-        def do_POST(self) -> None:
-            self.reply(200, b'{"choices": [{"message": {"content": "x"}}], "usage": {"completion_tokens": 1}}')
-
-    message = "another process answers at its address"
-    with serving(Impostor, port_of(fleet)), pytest.raises(EngineStartError, match=message):
-        fleet.wait_ready(0.5)
-    assert marked(fleet.identity) == []
-
-
 def test_a_port_lost_before_the_start_fails_the_launch_with_the_reason(launch):
     fleet = launch(wait=False)
     server = fleet.servers[0]
@@ -308,7 +293,7 @@ def test_a_failed_start_says_why_and_leaves_nothing(launch, tmp_path):
         fleet.wait_ready(READY_S)
     message = str(caught.value)
     assert time.monotonic() - start < READY_S / 2
-    assert "The model file is incomplete or damaged." in message
+    assert "The model file is incomplete or damaged" in message
     assert "not within the file bounds" in message
     assert "exit code 1" in message
     assert key not in message
