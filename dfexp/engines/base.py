@@ -67,8 +67,8 @@ class Engine(Protocol):
     def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """What the server at `url` says of its room."""
 
-    def diagnose_start(self, log_text: str, exit_code: int | None) -> tuple[str, str]:
-        """Cause and fix of a failed start, each one sentence, from its log and exit code (None: unknown)."""
+    def diagnose_start(self, log_text: str) -> str:
+        """Cause and fix of a failed start, as far as its log tells."""
 
 
 def engine_for(group: FleetGroup, root: Path | None = None) -> Engine:

@@ -58,10 +58,9 @@ class ExternalEngine:
         context, model = said.context_length or self.group.context_length, self.group.model or said.model
         return replace(said, max_running_requests=slots, context_length=context, model=model)
 
-    def diagnose_start(self, log_text: str, exit_code: int | None) -> tuple[str, str]:
+    def diagnose_start(self, log_text: str) -> str:
         """There is no log: all that is known is that nothing answered."""
-        fix = "Start it, and check fleet.urls, fleet.model and the API key (fleet.api_key_env)."
-        return "It did not answer a one-token request.", fix
+        return "Start it, and check fleet.urls, fleet.model and the API key (fleet.api_key_env)."
 
 
 def _limits(url: str, key: str, timeout_s: float) -> ServerLimits:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-import psutil
-
 from dfexp.engines.base import Server, free_ports
 from dfexp.engines.http import get_json
 from dfexp.engines.pages import from_props
@@ -35,15 +33,16 @@ _NUMBER = re.compile(
     rb"|head_count_kv|key_length|value_length|kv_lora_rank))\x04\0\0\0(....)",
     re.DOTALL,
 )
-_LESS_MEMORY = "Lower fleet.servers, fleet.max_running_requests or fleet.context_length, or take a smaller model."
-_DIAGNOSES = (
-    ("couldn't bind HTTP server socket", "Another process holds its port.", "Launch again."),
-    ("failed to allocate|bad_alloc|out of memory|Cannot allocate memory|unable to allocate",
-     "There is not enough memory for the model and its context.", _LESS_MEMORY),
-    ("not within the file bounds|failed to read|failed to load model|gguf_init|unknown model architecture",
-     "The model file is incomplete or damaged, or this llama.cpp does not know its architecture.",
-     "Download it again, point fleet.model to another GGUF file, or update xllamacpp."),
-)  # fmt: skip
+_DIAGNOSES = {
+    "couldn't bind HTTP server socket": "Another process holds its port. Launch again.",
+    "failed to allocate|bad_alloc|out of memory|Cannot allocate memory|unable to allocate": "There is not enough memory"
+    " for the model and its context. Lower fleet.servers, fleet.max_running_requests or fleet.context_length.",
+    "not within the file bounds|failed to read|failed to load model|gguf_init|unknown model architecture": "The model"
+    " file is incomplete or damaged, or this llama.cpp does not know its architecture. Download it again, point"
+    " fleet.model to another GGUF file, or update xllamacpp.",
+    "": "Its log names no reason. Is there memory for fleet.servers of this model? If it only is slow, raise"
+    " fleet.start_timeout_s.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,9 @@ class LlamacppEngine:
         """One child process per server, its settings and the key in a private file of its own."""
         if importlib.util.find_spec("xllamacpp") is None:
             raise EngineStartError('the package xllamacpp is missing. Install it: pip install "dfexp[embedded]"')
-        self._check_room()
+        context, trained = self.group.context_length, self._header.get("context_length")
+        if trained and context > trained:
+            raise EngineStartError(f"fleet.context_length = {context}: the model was trained for {trained}. Lower it.")
         return [self._plan_one(folder, key, port) for port in free_ports(self.group.host, self.group.servers)]
 
     def outside_key(self) -> None:
@@ -85,14 +86,9 @@ class LlamacppEngine:
         kv_bytes = (said.max_total_num_tokens or 0) * (kv_bytes_per_token(self._header) or 0)
         return replace(said, state_bytes={**(said.state_bytes or {}), **({"kv": kv_bytes} if kv_bytes else {})})
 
-    def diagnose_start(self, log_text: str, exit_code: int | None) -> tuple[str, str]:
+    def diagnose_start(self, log_text: str) -> str:
         """Cause and fix out of llama.cpp's own words."""
-        for pattern, cause, fix in _DIAGNOSES:
-            if re.search(pattern, log_text, re.IGNORECASE):
-                return cause, fix
-        if exit_code == -9:
-            return "It was killed, most likely because the machine ran out of memory.", _LESS_MEMORY
-        return "Its log names no reason.", "If it only is slow, raise fleet.start_timeout_s or lower fleet.threads."
+        return next(said for words, said in _DIAGNOSES.items() if re.search(words, log_text, re.IGNORECASE))
 
     def _plan_one(self, folder: FleetFolder, key: str, port: int) -> Server:
         config = {"host": self.group.host, "port": port, "key": key, "drain_s": _DRAIN_S}
@@ -121,19 +117,6 @@ class LlamacppEngine:
             raise EngineStartError(
                 f"fleet.model = {self._model}: {error}. Give a GGUF file, or remove fleet.model for the bundled one."
             ) from None
-
-    def _check_room(self) -> None:
-        """Refuse a context that the model was not trained for, and more memory than the machine has."""
-        context, trained = self.group.context_length, self._header.get("context_length")
-        if trained and context > trained:
-            raise EngineStartError(f"fleet.context_length = {context}: the model was trained for {trained}. Lower it.")
-        tokens = context * self.group.max_running_requests * self.group.servers
-        need = self._model.stat().st_size + (kv_bytes_per_token(self._header) or 0) * tokens
-        have = psutil.virtual_memory().total
-        if need > have:
-            raise EngineStartError(
-                f"the servers need {need / 1e9:.1f} GB, and this machine has {have / 1e9:.1f} GB. {_LESS_MEMORY}"
-            )
 
 
 def read_header(path: Path) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import secrets
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +74,6 @@ class Fleet:
         self.identity = record.identity  # a restart of a server keeps it
         self.spec: dict[str, Any] = record.spec.model_dump(mode="json")  # the parameters as launched
         self._record = record
-        self._children: dict[int, subprocess.Popen[bytes]] = {}  # for their exit codes
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -161,20 +159,14 @@ class Fleet:
 
     def start_locked(self, server: Server) -> None:
         """Start a server and record it."""
-        started, child = spawn.spawn(server, self.identity, self.folder.path)
-        self._children[child.pid] = child
+        started = spawn.spawn(server, self.identity, self.folder.path)
         self.save_locked(servers=tuple(started if one.name == server.name else one for one in self.servers))
 
     def start_failure(self, name: str) -> str:
         """Cause, fix and last log lines of server `name`, whose process ended or stays silent; without the key."""
-        server, what, code = self.server(name), "did not become ready", None
-        if not self.is_process_alive(name):
-            child = self._children.get(server.pid or 0)
-            code = child.wait() if child else None
-            what = "ended" if code is None else f"ended with exit code {code}"
+        server, what = self.server(name), "did not become ready" if self.is_process_alive(name) else "ended"
         log = spawn.last_start(server)
-        cause, fix = self.engine.diagnose_start(log, code)
-        lines = [f"server {name} {what}. {cause} {fix}"]
+        lines = [f"server {name} {what}. {self.engine.diagnose_start(log)}"]
         if log:
             lines += [f"Last lines of {server.log}:", *(f"  {line}" for line in log.splitlines()[-_LAST_LINES:])]
         return scrub("\n".join(lines), self.key)
@@ -261,7 +253,8 @@ class Fleet:
                 refused = server.argv is None and isinstance(error, (errors.AccessDenied, errors.Refused))
                 hopeless = launching and (refused or not self.is_process_alive(server.name))
                 if error is not None and (hopeless or time.monotonic() >= end):
-                    raise EngineStartError(f"{self.start_failure(server.name)}\nLast answer: {error}")
+                    last = scrub(str(error), self.key)
+                    raise EngineStartError(f"{self.start_failure(server.name)}\nLast answer: {last}")
             time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
 
     def _why_not_ready(self, server: Server, timeout_s: float, launching: bool) -> RequestError | None:
@@ -372,10 +365,8 @@ def read_record(folder: FleetFolder) -> FleetRecord | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise FleetError(
-            f"{folder.fleet_json} is damaged or of another version of dfexp ({error.errors()[0]['msg']}). Stop its"
-            f" servers by hand (the file or `ps` names them), then remove {folder.path}."
-        ) from None
+        why = f"{folder.fleet_json} is damaged or of another version of dfexp ({error.errors()[0]['msg']})."
+        raise FleetError(f"{why} Stop its servers by hand (`ps` names them), then remove {folder.path}.") from None
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 
 import psutil
 
@@ -26,30 +26,24 @@ _MARK, _HEADER = "DFEXP_SERVER", "dfexp: starting server "
 _KILL_S, _TAIL_BYTES = 15.0, 2**20
 
 
-def spawn(server: Server, identity: str, folder: Path) -> tuple[Server, subprocess.Popen[bytes]]:
-    """Start a server in its own session; returns it with pid and start stamp. Raises EngineStartError."""
-    assert server.argv is not None, "only for servers that dfexp runs"
-    assert server.log is not None, "they all have a log"
+def spawn(server: Server, identity: str, folder: Path) -> Server:
+    """Start a server in its own session; it with pid and start stamp. Raises EngineStartError."""
+    assert server.argv, "only for servers that dfexp runs"
+    assert server.log, "they all have a log"
     # SPT_NOENV: setproctitle, which SGLang uses, would otherwise write its title over the mark.
     env = {**os.environ, **server.env, _MARK: f"{identity}/{server.name}", "SPT_NOENV": "1"}
     try:
         with open(server.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             log.write(f"{_HEADER}{server.name} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
             log.flush()
-            child = subprocess.Popen(
-                server.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=env,
-                cwd=folder,
-                start_new_session=True,
+            child = Popen(
+                server.argv, stdin=DEVNULL, stdout=log, stderr=log, env=env, cwd=folder, start_new_session=True
             )
     except OSError as error:
         raise EngineStartError(f"cannot run {server.argv[0]} with its log {server.log}: {error.strerror}.") from None
     found = ProcessId.of(child.pid)
     threading.Thread(target=child.wait, daemon=True).start()  # reaps it whenever it ends
-    return replace(server, pid=child.pid, process_started=found.started if found else "ended at once"), child
+    return replace(server, pid=child.pid, process_started=found.started if found else "ended at once")
 
 
 def last_start(server: Server) -> str:

@@ -75,11 +75,6 @@ def test_a_context_beyond_the_training_is_refused(tmp_path):
         engine(tmp_path, context_length=16384).plan(FleetFolder(tmp_path), "k")
 
 
-def test_more_memory_than_the_machine_has_is_refused(tmp_path):
-    with pytest.raises(EngineStartError, match=r"GB.*fleet\.servers"):
-        engine(tmp_path, servers=64, max_running_requests=256, context_length=8192).plan(FleetFolder(tmp_path), "k")
-
-
 def test_an_address_of_another_machine_is_refused(tmp_path):
     with pytest.raises(EngineStartError, match=r"203\.0\.113\.9"):
         engine(tmp_path, host="203.0.113.9").plan(FleetFolder(tmp_path), "k")
@@ -104,22 +99,19 @@ def test_what_messages_say_to_install_exists():
 
 
 @pytest.mark.parametrize(
-    ("log", "code", "words"),
+    ("log", "words"),
     [
-        ("E srv start: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 1", 1, "holds its port"),
-        ("tensor 'x' data is not within the file bounds, model is corrupted or incomplete", 1, "incomplete"),
-        ("E gguf_init_from_reader: invalid magic characters: 'not '", 1, "damaged"),
-        ("error loading model: unknown model architecture: 'zzz'", 1, "architecture"),
-        ("ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 1", 1, "memory"),
-        ("loading", -9, "killed"),
-        ("loading", None, "names no reason"),
-        ("", 7, "names no reason"),
+        ("E srv start: couldn't bind HTTP server socket, hostname: 127.0.0.1, port: 1", "holds its port"),
+        ("tensor 'x' data is not within the file bounds, model is corrupted or incomplete", "incomplete"),
+        ("E gguf_init_from_reader: invalid magic characters: 'not '", "damaged"),
+        ("error loading model: unknown model architecture: 'zzz'", "architecture"),
+        ("ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 1", "not enough memory"),
+        ("loading\n", "names no reason"),
+        ("", "names no reason"),
     ],
 )
-def test_a_log_gives_cause_and_fix(tmp_path, log, code, words):
-    cause, fix = engine(tmp_path).diagnose_start(log, code)
-    assert words in cause
-    assert fix
+def test_a_log_gives_cause_and_fix(tmp_path, log, words):
+    assert words in engine(tmp_path).diagnose_start(log)
 
 
 def test_a_taken_port_is_not_offered():

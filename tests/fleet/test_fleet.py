@@ -259,7 +259,7 @@ def test_somebody_else_at_the_address_of_a_dead_server(launch):
     fleet = launch()
     server = fleet.servers[0]
     os.kill(server.pid, signal.SIGKILL)
-    wait_for(lambda: not fleet.is_process_alive(server.name))
+    wait_for(lambda: not psutil.pid_exists(server.pid))  # until then its threads may hold the port
 
     class Stranger(Quiet):
         def do_GET(self) -> None:
@@ -295,7 +295,7 @@ def test_a_failed_start_says_why_and_leaves_nothing(launch, tmp_path):
     assert time.monotonic() - start < READY_S / 2
     assert "The model file is incomplete or damaged" in message
     assert "not within the file bounds" in message
-    assert "exit code 1" in message
+    assert " ended. " in message
     assert key not in message
     assert marked(fleet.identity) == []
     assert sorted(path.name for path in fleet.folder.path.iterdir()) == ["launch.lock", "logs"]
