@@ -94,7 +94,7 @@ def in_flight(data: RunData) -> Chart:
     if slots:
         figure.add_hline(
             y=slots, line={"dash": "dash", "color": "#444"},
-            annotation={"text": f"the servers decode {slots:,} at once", "xanchor": "right", "yanchor": "bottom"},
+            annotation={"text": f"the servers decode {slots:,} at once"}, annotation_position="top left",
         )  # fmt: skip
     subtitle = "Sent and not yet answered, finished rows only, mean per step; above the line they wait in a server"
     return _finish(figure, data, "Requests in flight", subtitle, f"time since the first request ({unit})", "requests")
@@ -106,7 +106,12 @@ def lengths(data: RunData) -> Chart:
     figure = go.Figure()
     top = float(rows["completion_tokens"].max()) if len(rows) else 1.0
     width = _bin_size(top)
-    edges = np.arange(0.5 - width, top + 0.5 + width, width)  # (0, w], (w, 2w] ...: a round max_tokens ends a bin
+    cut = data.run["spec"]["generation"].get("max_tokens")
+    anchor = cut if isinstance(cut, int) else 0
+    first = anchor + 0.5 - width * np.ceil((anchor + 1) / width)
+    edges = np.arange(
+        first, top + 0.5 + width, width
+    )  # max_tokens ends a bin, so that cut answers stand before its mark
     for reason, part in rows.groupby("finish_reason", observed=True):
         color, name = _REASONS.get(str(reason), ("#7F7F7F", str(reason)))
         counts, _ = np.histogram(part["completion_tokens"], edges)
@@ -119,7 +124,6 @@ def lengths(data: RunData) -> Chart:
             customdata=np.stack([edges[:-1] + 0.5, edges[1:] - 0.5], axis=1),
             hovertemplate="%{customdata[0]:,.0f} to %{customdata[1]:,.0f} tokens: %{y:,} rows<extra></extra>",
         )
-    cut = data.run["spec"]["generation"].get("max_tokens")
     if isinstance(cut, int):
         figure.add_vline(
             x=cut + 0.5, line={"dash": "dash", "color": "#444"},

@@ -175,7 +175,7 @@ def configurations(data: RunData) -> Table:
         for config_id, config in data.run.get("configs", {}).items()
     ]
     versions = _pairs(data.run.get("versions", {}))
-    return Table(name="configurations", title="Made with", rows=lines, note=f"Versions: {versions}.")
+    return Table(name="configurations", title="Configurations", rows=lines, note=f"Versions: {versions}.")
 
 
 def headline(data: RunData, title: str | None = None) -> str:
