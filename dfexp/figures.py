@@ -127,7 +127,7 @@ def lengths(data: RunData) -> Chart:
     if isinstance(cut, int):
         figure.add_vline(
             x=cut + 0.5, line={"dash": "dash", "color": "#444"},
-            annotation={"text": f"max_tokens {cut:,}", "xanchor": "right", "xshift": -6},
+            annotation={"text": f"max_tokens {cut:,}", "xanchor": "right", "yanchor": "bottom"},
         )  # fmt: skip
     figure.update_layout(barmode="stack")
     figure.update_xaxes(range=[0, float(edges[-1]) + width / 2])
