@@ -1,6 +1,4 @@
-"""Engines: how servers of each kind are started, probed and described. Only bare HTTP is loaded here: server processes
-pass through, and need no parameters. `Engine` and `engine_for` are in `base`.
-"""
+"""Engines: how servers are started, asked and described. Only bare HTTP here: server processes need nothing more."""
 
 from dfexp.engines.http import Readiness, get_json, get_text, probe
 

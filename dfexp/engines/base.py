@@ -8,7 +8,6 @@ import random
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -85,19 +84,14 @@ def scrub(text: str, key: str) -> str:
 
 def free_ports(host: str, count: int) -> list[int]:
     """So many TCP ports that nobody listens on at `host` now; nothing keeps them free. Raises EngineStartError."""
-    shuffled = random.SystemRandom().sample(_PORTS, len(_PORTS))
-    try:
-        return list(islice((port for port in shuffled if is_free(host, port)), count))
-    except OSError as error:
-        raise EngineStartError(f"fleet.host = {host!r}: {error}. Give an IPv4 address of this machine.") from None
-
-
-def is_free(host: str, port: int) -> bool:
-    """Whether the port can be listened on. Raises OSError for any reason other than that it is taken."""
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
-    return True
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        try:
+            socket.create_server((host, port)).close()
+            found.append(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise EngineStartError(f"fleet.host = {host!r}: {error}. Give this machine's IPv4 address.") from None
+        if len(found) == count:
+            break
+    return found

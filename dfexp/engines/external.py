@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from dfexp.engines.base import Server
 from dfexp.engines.http import get_json
-from dfexp.engines.pages import from_models, from_props, from_server_info
+from dfexp.engines.pages import limits_from
 from dfexp.errors import AccessDenied, BadAnswer, FleetError, Refused, ServerFault
 from dfexp.layout import FleetFolder
 from dfexp.params import ExternalFleet
@@ -42,7 +42,7 @@ class ExternalEngine:
 
     def model_name(self, url: str, key: str) -> str:
         """The name in the parameters, else the first that the server lists. Raises BadAnswer when it lists none."""
-        name = self.group.model or from_models(get_json(f"{url}/v1/models", key=key)).model
+        name = self.group.model or limits_from(get_json(f"{url}/v1/models", key=key)).model
         if name is None:
             raise BadAnswer(f"{url}/v1/models lists no model. Give the model's name in fleet.model.")
         return name
@@ -52,8 +52,15 @@ class ExternalEngine:
         return self.model_name(url, key)
 
     def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
-        """What the server says in whichever way it knows, completed by what the parameters give."""
-        said = _limits(url, key, timeout_s)
+        """What the server says on whichever pages it has, completed by what the parameters give."""
+        pages = {}
+        for path in ("v1/models", "server_info", "props"):
+            try:
+                pages[path] = get_json(f"{url}/{path}", key=key, timeout_s=timeout_s)
+            except (AccessDenied, BadAnswer, Refused, ServerFault) as error:
+                if path == "v1/models" and error.status in (401, 403):
+                    raise  # a wrong key; other pages may be closed to everybody
+        said = limits_from(pages.get("v1/models"), pages.get("server_info"), pages.get("props"))
         slots = said.max_running_requests or self.group.max_running_requests
         context, model = said.context_length or self.group.context_length, self.group.model or said.model
         return replace(said, max_running_requests=slots, context_length=context, model=model)
@@ -61,19 +68,3 @@ class ExternalEngine:
     def diagnose_start(self, log_text: str) -> str:
         """There is no log: all that is known is that nothing answered."""
         return "Start it, and check fleet.urls, fleet.model and the API key (fleet.api_key_env)."
-
-
-def _limits(url: str, key: str, timeout_s: float) -> ServerLimits:
-    """From SGLang's page, else llama.cpp's, else the list of models, which nearly every compatible server has."""
-    pages = {}
-    for path in ("v1/models", "server_info", "props"):
-        try:
-            pages[path] = get_json(f"{url}/{path}", key=key, timeout_s=timeout_s)
-        except (AccessDenied, BadAnswer, Refused, ServerFault) as error:
-            if path == "v1/models" and error.status in (401, 403):
-                raise  # a wrong key; other pages may be closed to everybody
-    models = pages.get("v1/models")
-    for path, read in (("server_info", from_server_info), ("props", from_props)):
-        if read(pages.get(path), None) != ServerLimits():
-            return read(pages.get(path), models)
-    return from_models(models)

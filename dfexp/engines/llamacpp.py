@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from dfexp.engines.base import Server, free_ports
 from dfexp.engines.http import get_json
-from dfexp.engines.pages import from_props
+from dfexp.engines.pages import limits_from
 from dfexp.errors import EngineStartError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
@@ -81,8 +81,8 @@ class LlamacppEngine:
 
     def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """Slots and context from the server's pages, the memory they imply from the model file."""
-        props = get_json(f"{url}/props", key=key, timeout_s=timeout_s)
-        said = from_props(props, get_json(f"{url}/v1/models", key=key, timeout_s=timeout_s))
+        models, props = (get_json(f"{url}/{page}", key=key, timeout_s=timeout_s) for page in ("v1/models", "props"))
+        said = limits_from(models, props=props)
         kv_bytes = (said.max_total_num_tokens or 0) * (kv_bytes_per_token(self._header) or 0)
         return replace(said, state_bytes={**(said.state_bytes or {}), **({"kv": kv_bytes} if kv_bytes else {})})
 

@@ -10,40 +10,28 @@ from typing import Any
 from dfexp.records import ServerLimits
 
 
-def from_server_info(info: Any, models: Any) -> ServerLimits:
-    """SGLang: /server_info and /v1/models. Nothing else of the page is kept: it repeats the API key in clear.
+def limits_from(models: Any, info: Any = None, props: Any = None) -> ServerLimits:
+    """What one server says of its room; a page that it does not have is None.
 
-    The effective request cap of each data-parallel rank is what counts, never the flag at the top level, which is only
-    what was asked for; ranks add up.
+    Args:
+        models: /v1/models of any server; vLLM and SGLang add `max_model_len`, llama.cpp the bytes of the weights.
+        info: SGLang's /server_info, of which nothing else is kept: it repeats the API key in clear. What counts is the
+            effective request cap of each data-parallel rank, never the flag at the top level; ranks add up.
+        props: llama.cpp's /props. Slots decode at once; each has its own part of the context.
     """
-    listed, ranks = from_models(models), _at(info, "internal_states")
-    return ServerLimits(
-        max_running_requests=_sum(ranks, "effective_max_running_requests_per_dp"),
-        context_length=listed.context_length or _count(info, "context_length"),
-        max_total_num_tokens=_sum(ranks, "memory_usage", "token_capacity") or _count(info, "max_total_num_tokens"),
-        model=listed.model or _text(info, "served_model_name") or _text(info, "model_path"),
-        engine_version=_text(info, "version", prefix="sglang "),
-    )
-
-
-def from_props(props: Any, models: Any) -> ServerLimits:
-    """llama.cpp: /props and /v1/models. Slots decode at once; each has its own part of the context."""
-    slots = _count(props, "total_slots")
-    context = _count(props, "default_generation_settings", "n_ctx")
+    ranks = _at(info, "internal_states")
+    slots, context = _count(props, "total_slots"), _count(props, "default_generation_settings", "n_ctx")
+    pool = _sum(ranks, "memory_usage", "token_capacity") or _count(info, "max_total_num_tokens")
+    name = _text(models, "data", 0, "id") or _text(info, "served_model_name") or _text(info, "model_path")
     weights = _count(models, "data", 0, "meta", "size")
     return ServerLimits(
-        max_running_requests=slots,
-        context_length=context,
-        max_total_num_tokens=slots * context if slots and context else None,
-        model=from_models(models).model or _text(props, "model_alias"),
-        engine_version=_text(props, "build_info", prefix="llama.cpp "),
+        max_running_requests=_sum(ranks, "effective_max_running_requests_per_dp") or slots,
+        context_length=_count(models, "data", 0, "max_model_len") or _count(info, "context_length") or context,
+        max_total_num_tokens=pool or (slots * context if slots and context else None),
+        model=name or _text(props, "model_alias"),
+        engine_version=_text(info, "version", prefix="sglang ") or _text(props, "build_info", prefix="llama.cpp "),
         state_bytes={"weights": weights} if weights else None,
     )
-
-
-def from_models(models: Any) -> ServerLimits:
-    """Any OpenAI-compatible server: /v1/models; vLLM and SGLang add `max_model_len` to it."""
-    return ServerLimits(context_length=_count(models, "data", 0, "max_model_len"), model=_text(models, "data", 0, "id"))
 
 
 def _at(value: Any, *steps: str | int) -> Any:

@@ -1,7 +1,6 @@
-"""A fleet: launched, attached to, watched, restarted and stopped, by whoever has its folder.
+"""A fleet: launched, attached to, watched, restarted and stopped by whoever has its folder; `fleet.json` is the truth.
 
-`fleet.json` is the truth about it; every change replaces the file whole. Methods named `..._locked` are for whoever is
-`changing` the folder.
+Methods named `..._locked` are for whoever is `changing` the folder.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
 from dfexp import errors
-from dfexp.engines.base import Engine, Server, engine_for, is_free, scrub
+from dfexp.engines.base import Engine, Server, engine_for, scrub
 from dfexp.engines.http import probe
 from dfexp.errors import EngineStartError, FleetError, LockedError, RequestError
 from dfexp.fleet import spawn
@@ -48,17 +46,13 @@ class FleetRecord:
 _FORMAT = TypeAdapter(FleetRecord)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """What one server is doing now.
-
-    State: ready, it tells its limits; starting, its process lives and does not serve yet; dead, its process is gone;
-    unreachable, it should answer and does not.
-    """
+    """What one server is doing now."""
 
     name: str
     url: str
-    state: str
+    state: str  # ready: tells its limits; starting: lives, serves not yet; dead: process gone; unreachable: no answer
     detail: str  # one line for a person
     limits: ServerLimits | None  # None unless ready
     pid: int | None  # None unless its process lives and is this fleet's
@@ -122,8 +116,9 @@ class Fleet:
                     self._reread()
                     self.save_locked(ready=True)
         except BaseException:
-            with changing(self.folder):
-                if self._is_current() and not self._record.ready:
+            with changing(self.folder), contextlib.suppress(FleetError):
+                self._reread()
+                if not self._record.ready:
                     self.stop_locked(drain_s=0.0)
             raise
 
@@ -144,21 +139,15 @@ class Fleet:
         """
         with changing(self.folder):
             self._reread()
-            self.restart_locked(self.server(name))
+            server = self.server(name)
+            if server.argv is None:
+                raise FleetError(f"{name} is run by somebody else and cannot be restarted from here.")
+            self.start_locked(server)
         return self
 
-    def restart_locked(self, server: Server) -> None:
-        """What `restart` does."""
-        if server.argv is None:
-            raise FleetError(f"{server.name} is run by somebody else and cannot be restarted from here.")
-        spawn.stop(self.identity, [server], drain_s=0.0)
-        address = urlsplit(server.url)
-        if not is_free(address.hostname or "", address.port or 80):
-            raise EngineStartError(f"{server.name}: another process listens at its address. Stop that one.")
-        self.start_locked(server)
-
     def start_locked(self, server: Server) -> None:
-        """Start a server and record it."""
+        """Kill what is left of a server, start it and record it."""
+        spawn.stop(self.identity, [server], drain_s=0.0)
         started = spawn.spawn(server, self.identity, self.folder.path)
         self.save_locked(servers=tuple(started if one.name == server.name else one for one in self.servers))
 
@@ -224,17 +213,12 @@ class Fleet:
         write_atomic(self.folder.fleet_json, _FORMAT.dump_json(record, indent=2) + b"\n")
         self._record = record
 
-    def _is_current(self) -> bool:
-        """Take over what other processes changed in fleet.json. False if the fleet was stopped or launched anew."""
+    def _reread(self) -> None:
+        """Take over what other processes changed in fleet.json."""
         record = read_record(self.folder)
         if record is None or record.identity != self.identity:
-            return False
-        self._record = record
-        return True
-
-    def _reread(self) -> None:
-        if not self._is_current():
             raise FleetError(f"fleet {self.name!r} was stopped by somebody in the meantime. Bring it up again.")
+        self._record = record
 
     def _ask_all(self, ask: Callable[[Server], _Said]) -> list[_Said]:
         pool = ThreadPoolExecutor(len(self.servers), thread_name_prefix="dfexp-fleet")
@@ -276,9 +260,7 @@ class Fleet:
                 state = "unreachable" if server.argv is None or isinstance(error, errors.TimedOut) else "starting"
                 detail = scrub(str(error), self.key)
         pid, memory = (server.pid, spawn.rss_bytes(server)) if alive and server.argv else (None, None)
-        return ServerStatus(
-            name=server.name, url=server.url, state=state, detail=detail, limits=limits, pid=pid, rss_bytes=memory
-        )
+        return ServerStatus(server.name, server.url, state, detail, limits, pid, memory)
 
 
 def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
@@ -311,7 +293,7 @@ def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
             )
         for server in ours:
             if record.ready and user is None and not server.process.is_alive():
-                fleet.restart_locked(server)
+                fleet.start_locked(server)
         return fleet, False
 
 

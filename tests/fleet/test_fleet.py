@@ -268,8 +268,9 @@ def test_somebody_else_at_the_address_of_a_dead_server(launch):
     with serving(Stranger, port_of(fleet)):
         status = fleet.status()[0]
         assert (status.state, status.pid, status.limits) == ("dead", None, None)
-        with pytest.raises(EngineStartError, match="another process listens"):
-            fleet.restart(server.name)
+        fleet.restart(server.name)
+        wait_for(lambda: not fleet.is_process_alive(server.name))
+        assert "Another process holds its port." in fleet.start_failure(server.name)
         assert "was not running" in fleet.down()[0]
         assert get_json(f"http://127.0.0.1:{port_of(fleet)}/") == {"hello": 1}
 
@@ -313,7 +314,7 @@ def test_an_interrupted_launch_is_undone(tmp_path):
     with start_python(SILENT, tmp_path) as launcher:
         identity = launcher.stdout.readline().strip()
         assert len(marked(identity)) == 1
-        wait_for(lambda: psutil.Process(launcher.pid).num_threads() > 1)  # it waits for the server
+        wait_for(lambda: psutil.Process(launcher.pid).num_threads() > 2)  # it asks the server
         launcher.send_signal(signal.SIGINT)
         assert launcher.stdout.readline() == "interrupted\n"
         assert launcher.wait(timeout=30) == 0
