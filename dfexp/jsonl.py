@@ -153,13 +153,10 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 class AppendLog:
-    """An append-only file of records. Opening cuts off a torn tail; `append` returns once the records are safe.
+    """An append-only file of records, for one writer; a context manager. `append` returns once the records are safe.
 
-    A context manager. Not for two writers at once: the run's lock guards it.
-
-    Attributes:
-        size: bytes of the records in it; what a refused write left beyond them is cut off before the next one.
-        cut_bytes: bytes of torn lines that opening cut off.
+    `size` is the bytes of its records; what a refused write left beyond them is cut off before the next one. Opening
+    cuts off a torn tail of `cut_bytes` bytes.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:

@@ -10,8 +10,8 @@ The protocol, and why a crash between any two steps loses nothing:
 2. A full shard is flushed before the next one is created. It is published by a hard link under its final name, which
    cannot replace a file, a flush of the folder, and the removal of the open name. If both names are left, opening
    removes the open one.
-3. Then .done_indices is extended and manifest.json replaced. Both only say what the shards say: opening adopts a shard
-   that they do not list, and rebuilds either if it is lost.
+3. Then manifest.json and .done_indices are replaced. Both only say what the shards say: opening adopts a shard that
+   they do not list, and rebuilds either if it is lost.
 4. If the disk refuses step 1, everything is taken back and the caller is told. If it refuses 2 or 3, the rows are safe
    in the shard under its open name, so the run goes on and the step is made up for later (`Shards.seal_error`).
 """

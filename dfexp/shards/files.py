@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +39,6 @@ def sealed_name(number: int) -> str:
 def partial_name(number: int) -> str:
     """The name of a shard that still grows."""
     return f"{sealed_name(number)}.partial"
-
-
-def shard_number(name: str) -> int:
-    """The number in the name of a shard. Raises ValueError for any other name."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name!r} is not the name of a shard")
-    return int(match[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +102,9 @@ class _Stored(BaseModel):
 
 
 class ShardEntry(_Stored):
-    """One sealed shard.
+    """One sealed shard: `indices` in the order of its rows, and what the store noted when it had put it (`uploaded`).
 
-    Attributes:
-        indices: in the order of the rows.
-        mtime_ns: modification time in ns; with name and size it tells that the file was not touched since.
-        uploaded: what the store noted when it had put the shard; None until then.
+    Its size and `mtime_ns` (modification time in ns) tell that the file was not touched since.
     """
 
     name: str
@@ -128,8 +117,11 @@ class ShardEntry(_Stored):
 
     @property
     def number(self) -> int:
-        """The number in the name."""
-        return shard_number(self.name)
+        """The number in the name. Raises ValueError if that is no shard's."""
+        match = _NAME.fullmatch(self.name)
+        if match is None:
+            raise ValueError(f"{self.name!r} is not the name of a shard")
+        return int(match[1])
 
 
 class Manifest(_Stored):
@@ -170,10 +162,11 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace manifest.json: some ms for the 1,310 shards of 654,676 rows. Raises StorageError."""
+    """Replace manifest.json and .done_indices. Raises StorageError."""
     head = manifest.model_dump_json(exclude={"shards"}).removesuffix("}")
     lines = ",\n".join(entry.model_dump_json() for entry in manifest.shards)
     write_atomic(folder / MANIFEST, f'{head},"shards":[\n{lines}\n]}}\n'.encode("ascii"))
+    write_atomic(folder / DONE_INDICES, done_lines(manifest))
 
 
 def check_same_run(folder: Path, manifest: Manifest, *, total: int, fingerprint: Mapping[str, str]) -> None:
@@ -189,6 +182,6 @@ def check_same_run(folder: Path, manifest: Manifest, *, total: int, fingerprint:
         )
 
 
-def done_lines(entries: Iterable[ShardEntry]) -> bytes:
-    """What .done_indices holds for some shards: one index a line, in the order of the rows."""
-    return b"".join(b"%d\n" % index for entry in entries for index in entry.indices)
+def done_lines(manifest: Manifest) -> bytes:
+    """What .done_indices holds: the index of every sealed row, one a line."""
+    return "".join(f"{index}\n" for entry in manifest.shards for index in entry.indices).encode("ascii")

@@ -11,15 +11,8 @@ from typing import IO, Any
 
 from dfexp.errors import CorruptShardError
 from dfexp.jsonl import parse_line, read_log, whole_lines
-from dfexp.shards.files import (
-    FAILURES,
-    MANIFEST,
-    ShardEntry,
-    list_shards,
-    partial_name,
-    read_manifest,
-    sealed_name,
-)
+from dfexp.shards import files
+from dfexp.shards.files import ShardEntry, partial_name, sealed_name
 
 _ROW_KEYS = ("index", "messages", "text")
 
@@ -52,13 +45,13 @@ def read_failures(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _listed(folder: Path) -> dict[int, ShardEntry]:
-    manifest = read_manifest(folder)
+    manifest = files.read_manifest(folder)
     return {} if manifest is None else {entry.number: entry for entry in manifest.shards}
 
 
 def _numbers(folder: Path) -> set[int]:
     """The numbers of all shards. One listing can miss a file that is renamed under it; no shard is renamed twice."""
-    return {shard.number for _ in range(2) for shard in list_shards(folder)}
+    return {shard.number for _ in range(2) for shard in files.list_shards(folder)}
 
 
 def _rows(folder: Path, number: int, *, must_exist: bool = False) -> Iterator[dict[str, Any]]:
@@ -70,15 +63,12 @@ def _rows(folder: Path, number: int, *, must_exist: bool = False) -> Iterator[di
             return
     if must_exist:
         raise CorruptShardError(
-            f"{folder / sealed_name(number)} is missing, though {MANIFEST} lists it. Restore it from a copy."
+            f"{folder / sealed_name(number)} is missing, though {files.MANIFEST} lists it. Restore it from a copy."
         )
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Lines of a shard with their records; an open one ends before what a crash left.
-
-    Raises CorruptShardError for anything else that is no record.
-    """
+    """Lines of a shard with their records; an open one ends before what a crash left. Raises CorruptShardError."""
     growing = path.suffix == ".partial"
     for number, line in enumerate(whole_lines(file) if growing else file, 1):
         if not line.endswith(b"\n"):
@@ -118,7 +108,7 @@ def read_entry(path: Path, *, total: int) -> ShardEntry:
 
 def read_failure_log(folder: Path, *, total: float = math.inf) -> Iterator[dict[str, Any]]:
     """Every failure that was written whole, in order. Raises CorruptShardError for a line that is none of the run's."""
-    path = folder / FAILURES
+    path = folder / files.FAILURES
     for number, row in enumerate(read_log(path), 1):
         index = row.get("index")
         if type(index) is not int or not 0 <= index < total or not isinstance(row.get("kind"), str):

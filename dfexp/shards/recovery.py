@@ -14,30 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dfexp.errors import CorruptShardError
-from dfexp.shards.files import (
-    DONE_INDICES,
-    MANIFEST,
-    Manifest,
-    ShardEntry,
-    check_same_run,
-    foreign_file,
-    list_shards,
-    read_manifest,
-    sealed_name,
-)
+from dfexp.shards import files
+from dfexp.shards.files import MANIFEST, Manifest, ShardEntry
 from dfexp.shards.reader import read_entry, read_failure_log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a folder holds.
+    """What a folder holds: the manifest as it has to be and as it is on disk, and the open shards by number.
 
-    Attributes:
-        manifest: as it has to be; `old`: as it is on disk.
-        growing: open shards by number.
-        leftovers: files that a killed writer had no more use for.
-        done: one byte an index.
-        failed: the last failure's kind of every index that is not done.
+    `leftovers` are of no more use, `done` has one byte an index, and `failed` the last failure's kind of the others.
     """
 
     manifest: Manifest
@@ -50,10 +36,10 @@ class Found:
 
 def inspect(folder: Path, *, total: int, fingerprint: Mapping[str, str], rows_per_shard: int) -> Found:
     """Check everything in a folder, whose lock the caller holds. Raises as `Shards.open` does, and OSError."""
-    old = read_manifest(folder)
+    old = files.read_manifest(folder)
     if old is not None:
-        check_same_run(folder, old, total=total, fingerprint=fingerprint)
-    shards = list_shards(folder)
+        files.check_same_run(folder, old, total=total, fingerprint=fingerprint)
+    shards = files.list_shards(folder)
     sealed = {shard.number: shard.path for shard in shards if shard.sealed}
     growing = {shard.number: shard.path for shard in shards if not shard.sealed}
     leftovers = [path for number, path in growing.items() if _is_leftover(path, sealed.get(number))]
@@ -77,7 +63,7 @@ def inspect(folder: Path, *, total: int, fingerprint: Mapping[str, str], rows_pe
         manifest=manifest,
         old=old,
         growing=opened,
-        leftovers=[*leftovers, *folder.glob(f".{MANIFEST}.*.tmp"), *folder.glob(f".{DONE_INDICES}.*.tmp")],
+        leftovers=[*leftovers, *folder.glob(f".{MANIFEST}.*.tmp"), *folder.glob(f".{files.DONE_INDICES}.*.tmp")],
         done=done,
         failed={row["index"]: sys.intern(row["kind"]) for row in failures if not done[row["index"]]},
     )
@@ -88,7 +74,7 @@ def _is_leftover(partial: Path, final: Path | None) -> bool:
     if final is None:
         return partial.stat().st_size == 0
     if not partial.samefile(final) and not filecmp.cmp(partial, final, shallow=False):
-        raise foreign_file(final)
+        raise files.foreign_file(final)
     return True
 
 
@@ -96,8 +82,8 @@ def _check_no_gap(folder: Path, numbers: set[int]) -> None:
     missing = set(range(max(numbers, default=-1))) - numbers
     if missing:
         raise CorruptShardError(
-            f"{folder} has no {MANIFEST} and no {sealed_name(min(missing))}, though it has later shards. Restore one "
-            "of the two; if that shard is lost for good, an empty file of its name has its rows generated again."
+            f"{folder} has no {MANIFEST} and no {files.sealed_name(min(missing))}, though it has later shards. Restore "
+            "one of the two; if that shard is lost for good, an empty file of its name has its rows generated again."
         )
 
 
@@ -122,9 +108,8 @@ def _checked(folder: Path, entry: ShardEntry) -> ShardEntry:
 def _check_order(growing: dict[int, Path], entries: dict[int, ShardEntry], *, last_sealed: int) -> None:
     """Several open shards are ours only if all but the last are whole: each was flushed before the next was created."""
     for number, path in growing.items():
-        is_torn = path.stat().st_size > entries[number].bytes
-        is_last = number == max(growing)
-        if number <= last_sealed or (not is_last and (is_torn or number + 1 not in growing)):
+        is_followed = number + 1 in growing and path.stat().st_size == entries[number].bytes
+        if number <= last_sealed or not (is_followed or number == max(growing)):
             raise CorruptShardError(
                 f"{path} is an open shard, though later shards exist. If it was copied here, move it away; else "
                 "restore the folder from a copy."

@@ -14,19 +14,10 @@ from pathlib import Path
 from typing import Self
 
 from dfexp.errors import ShardError
-from dfexp.jsonl import AppendLog, disk, encode_line, fsync_dir, repair, write_atomic
+from dfexp.jsonl import AppendLog, disk, encode_line, fsync_dir, repair
 from dfexp.records import Completion, Failure
-from dfexp.shards.files import (
-    DONE_INDICES,
-    FAILURES,
-    ShardEntry,
-    done_lines,
-    foreign_file,
-    lock,
-    partial_name,
-    sealed_name,
-    write_manifest,
-)
+from dfexp.shards import files
+from dfexp.shards.files import ShardEntry, foreign_file
 from dfexp.shards.reader import read_entry
 from dfexp.shards.recovery import Found, inspect
 
@@ -40,7 +31,7 @@ class _OpenShard(AppendLog):
     def __init__(self, folder: Path, number: int, *, rows: int | None = None) -> None:
         """Open the shard in which recovery found `rows`, or create one. Raises ShardError if its name is taken."""
         self.number, self.rows, self.is_due = number, rows or 0, False
-        self.path, self.final = folder / partial_name(number), folder / sealed_name(number)
+        self.path, self.final = folder / files.partial_name(number), folder / files.sealed_name(number)
         if rows is None and self.path.exists() and self.path.stat().st_size:
             raise foreign_file(self.path)
         super().__init__(self.path)
@@ -63,10 +54,7 @@ class _OpenShard(AppendLog):
             raise foreign_file(self.final)
 
     def publish(self, total: int) -> ShardEntry:
-        """Give the shard its final name without ever replacing a file; a second call finishes what a first one began.
-
-        Raises StorageError if the disk refuses, ShardError if a foreign file has the name.
-        """
+        """Give the shard its final name, never replacing a file; called again, finish what began. Raises ShardError."""
         with disk(f"publish {self.final}", "Fix the folder."):
             self.check()
             if not self._is_published():
@@ -103,33 +91,31 @@ class Shards:
             again; the run only has to say so.
     """
 
-    def __init__(self, folder: Path, found: Found, files: ExitStack) -> None:
-        """Go on from what `open` found: repair the folder, with every file that is opened closed by `files`."""
-        self._folder, self._files, self._busy = folder, files, threading.Lock()
+    def __init__(self, folder: Path, found: Found, opened: ExitStack) -> None:
+        """Go on from what `open` found: repair the folder, with every file that is opened closed by `opened`."""
+        self._folder, self._opened, self._busy = folder, opened, threading.Lock()
         self._manifest, self._done, self._failed = found.manifest, found.done, found.failed
-        self._unlisted, self._is_open = b"", True
-        self._failures = files.enter_context(AppendLog(folder / FAILURES))  # flushes all names before one is removed
+        self._is_saved, self._is_open = True, True
+        self._failures = opened.enter_context(
+            AppendLog(folder / files.FAILURES)
+        )  # flushes all names before one is removed
         for path in found.leftovers:
             path.unlink()
-        if found.old != found.manifest:
-            write_manifest(folder, self._manifest)
-        done_list, listed = folder / DONE_INDICES, done_lines(self._manifest.shards)
-        is_listed = (done_list.read_bytes() if done_list.exists() else b"") == listed
-        if not is_listed:
-            write_atomic(done_list, listed)
-        self._done_list = files.enter_context(AppendLog(done_list, durable=False))
+        done_list, listed = folder / files.DONE_INDICES, files.done_lines(self._manifest)
+        is_listed = done_list.exists() and done_list.read_bytes() == listed
+        if found.old != found.manifest or not is_listed:
+            files.write_manifest(folder, self._manifest)
         self._open: list[_OpenShard] = []
         for number, entry in found.growing.items():
-            self._open.append(files.enter_context(_OpenShard(folder, number, rows=entry.rows)))
+            self._open.append(opened.enter_context(_OpenShard(folder, number, rows=entry.rows)))
             is_last = number == max(found.growing)
             self._open[-1].is_due = not is_last or entry.rows >= self._manifest.rows_per_shard
         old = set() if found.old is None else {entry.name for entry in found.old.shards}
-        adopted = [entry.name for entry in self._manifest.shards if entry.name not in old]
         repairs = {
-            "adopted": adopted,
+            "adopted": [entry.name for entry in self._manifest.shards if entry.name not in old],
             "cut_bytes": sum(shard.cut_bytes for shard in self._open),
             "cut_failure_bytes": self._failures.cut_bytes,
-            "rebuilt_done_indices": not is_listed,
+            "rebuilt_done_indices": bool(listed) and not is_listed,
         }
         self.repairs = {name: value for name, value in repairs.items() if value}
         self.seal_error: ShardError | None = None
@@ -139,28 +125,20 @@ class Shards:
     def open(cls, folder: Path, *, total: int, fingerprint: Mapping[str, str], rows_per_shard: int) -> Self:
         """Open the completions of a run, or begin them, and put right what a crash left.
 
-        Args:
-            folder: the run's completions folder; created if it is missing.
-            total: prompts of the run; indices are 0..total-1.
-            fingerprint: what the rows depend on, by part (prompts, model, sampling).
-            rows_per_shard: rows at which a shard is sealed; may differ from the last time.
-
-        Raises:
-            LockedError: another process writes here.
-            FingerprintError: the folder belongs to other prompts, another model or other sampling.
-            CorruptShardError: a file holds what no crash explains. Nothing was changed.
-            StorageError: the disk refuses.
+        Indices are 0..total-1; `fingerprint` is what the rows depend on, by part; `rows_per_shard` may differ from the
+        last time. Raises LockedError if another process writes here, FingerprintError if the folder is another run's,
+        CorruptShardError if a file holds what no crash explains; nothing was changed. StorageError if the disk refuses.
         """
         if rows_per_shard < 1 or total < 0:
             raise ShardError(f"rows_per_shard is {rows_per_shard} and total {total}; at least 1 and 0 are needed.")
         with disk(f"create {folder}", "Fix the folder above it."):
             folder.mkdir(parents=True, exist_ok=True)
             fsync_dir(folder.parent)
-        with disk(f"open {folder}", "Fix the folder."), ExitStack() as files:
-            files.callback(os.close, lock(folder))
+        with disk(f"open {folder}", "Fix the folder."), ExitStack() as opened:
+            opened.callback(os.close, files.lock(folder))
             found = inspect(folder, total=total, fingerprint=fingerprint, rows_per_shard=rows_per_shard)
-            run = cls(folder, found, files)
-            run._files = files.pop_all()
+            run = cls(folder, found, opened)
+            run._opened = opened.pop_all()
             return run
 
     @property
@@ -189,12 +167,9 @@ class Shards:
     def commit(self, rows: Sequence[Completion], failures: Sequence[Failure] = ()) -> list[ShardEntry]:
         """Make rows and failures safe: when this returns, they survive anything. Returns the shards it sealed.
 
-        A full shard that cannot be sealed now is no error: see `seal_error`.
-
-        Raises:
-            ShardError: a row is done already, is there twice or cannot be written as JSON, an index is outside the run,
-                or a foreign file has the next shard's name. The files are as before.
-            StorageError: the disk refused. The files are as before; the same call may succeed later.
+        A full shard that cannot be sealed now is no error: see `seal_error`. Raises ShardError for a row that is done,
+        doubled, outside the run or no JSON, or if a foreign file has a shard's name, and StorageError if the disk
+        refuses, after which the same call may succeed later. The files are then as before.
         """
         with self._alone(), disk(f"write to {self._folder}"):
             lines: dict[int, bytes] = {}
@@ -229,7 +204,7 @@ class Shards:
             self._is_open = False
             for shard in self._open:
                 shard.close()
-            self._files.close()
+            self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -271,7 +246,8 @@ class Shards:
         with ExitStack() as undo:
             while lines:
                 if not shards or shards[-1].is_due:
-                    shards.append(_OpenShard(self._folder, self._next_number(shards)))
+                    taken = [-1, *(held.number for held in self._manifest.shards), *(held.number for held in shards)]
+                    shards.append(_OpenShard(self._folder, max(taken) + 1))
                     undo.callback(shards[-1].discard)
                 shard, room = shards[-1], rows_per_shard - shards[-1].rows
                 undo.callback(shard.rewind, shard.rows, shard.size)
@@ -284,10 +260,6 @@ class Shards:
             undo.pop_all()
         self._open = shards
 
-    def _next_number(self, shards: Sequence[_OpenShard]) -> int:
-        sealed = [entry.number for entry in self._manifest.shards[-1:]]
-        return max([*sealed, *(shard.number for shard in shards)], default=-1) + 1
-
     def _settle(self) -> list[ShardEntry]:
         """Publish the shards that are due and note them. What the disk refuses is due again at the next call."""
         sealed: list[ShardEntry] = []
@@ -296,11 +268,10 @@ class Shards:
                 sealed.append(self._open[0].publish(self._manifest.total))
                 del self._open[0]
                 self._manifest.shards.append(sealed[-1])
-                self._unlisted += done_lines(sealed[-1:])
-            if self._unlisted:
-                write_manifest(self._folder, self._manifest)
-                self._done_list.append_bytes(self._unlisted)
-                self._unlisted = b""
+                self._is_saved = False
+            if not self._is_saved:
+                files.write_manifest(self._folder, self._manifest)
+                self._is_saved = True
             self.seal_error = None
         except ShardError as error:
             self.seal_error = error

@@ -1,10 +1,8 @@
 """Real disks that refuse: full, too small for a file, read-only, not a folder."""
 
-import itertools
 import os
 import resource
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ import pytest
 
 from dfexp.errors import StorageError
 from dfexp.jsonl import encode_line
-from tests.shards.support import check_consistent, failure, finish, open_run, read_indices, row, rows
+from tests.shards.support import check_consistent, failure, open_run, read_indices, row, rows
 
 
 @contextmanager
@@ -67,56 +65,21 @@ def test_a_seal_that_the_disk_refuses_is_made_up_for(quick):
         check_consistent(folder, run)
 
 
-@pytest.fixture
-def small_disk():
-    """A file system of 256 KiB of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="dfexp-test-"))
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder]
-    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        folder.rmdir()
-        pytest.skip("needs the right to mount; the same is tested with a limit on the size of files")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-    folder.rmdir()
-
-
-def fill(path: Path) -> None:
-    """Take all the room that is left on a disk."""
-    with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        file.writelines(itertools.repeat(bytes(4096)))
-
-
-def test_a_full_disk_stops_nothing_for_good(small_disk):
-    folder, filler = small_disk / "completions", small_disk / "filler"
-    with open_run(folder, rows_per_shard=5) as run:
+def test_a_disk_that_fills_up_behind_a_border_of_shards_leaves_the_files_as_they_were(quick):
+    """The rows fit, into two shards; the failures after them do not."""
+    folder = quick / "completions"
+    long, failed = [row(index, "x" * 5000) for index in (8, 9, 10)], [failure(20, message="x" * 30_000)]
+    with open_run(folder) as run:
         run.commit(rows(range(8)))
-        fill(filler)
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        long = [row(index, "x" * 5000) for index in (8, 9, 10)]
         for _ in range(3):
-            with pytest.raises(StorageError, match="No space left"):
-                run.commit(long, [failure(20)])
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-        filler.unlink()
-        run.commit(long, [failure(20)])
-        assert run.done == 11
+            with files_at_most(20_000), pytest.raises(StorageError, match="File too large"):
+                run.commit(long, failed)
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        run.commit(long, failed)
+        assert (run.done, run.failed) == (11, 1)
     with open_run(folder) as run:
         assert (run.done, run.failed) == (11, 1)
-
-
-def test_a_disk_too_full_to_seal_keeps_the_rows_and_goes_on(small_disk):
-    folder, filler = small_disk / "completions", small_disk / "filler"
-    with open_run(folder, rows_per_shard=5) as run:
-        run.commit(rows(range(4)))
-        fill(filler)
-        run.commit(rows([4]))  # fits into the page that the shard has already
-        assert isinstance(run.seal_error, StorageError)
-        assert read_indices(folder) == [0, 1, 2, 3, 4]
-        filler.unlink()
-        run.commit([])
-        assert run.seal_error is None
-        check_consistent(folder, run)
-    finish(folder)
 
 
 def as_somebody_else(act) -> str:

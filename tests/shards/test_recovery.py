@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from dfexp.errors import CorruptShardError, FingerprintError, ShardError
+from dfexp.errors import CorruptShardError, FingerprintError, ShardError, StorageError
 from dfexp.jsonl import encode_line
 from dfexp.shards import read_manifest, read_rows
 from tests.shards.os_tap import REAL, RefuseAt, tapped
@@ -392,4 +392,25 @@ def test_a_torn_failure_is_cut_and_counted(folder, tail):
 def test_what_killed_writers_left_beside_their_files_is_removed(folder):
     for name in (".manifest.json.77-1.tmp", "..done_indices.77-1.tmp"):
         (folder / name).write_text("half")
+    finish(folder)
+
+
+def test_what_a_disk_would_not_take_back_is_never_sealed(folder):
+    with open_run(folder) as run:
+        with tapped(RefuseAt(1, times=3), ("write", "ftruncate")), pytest.raises(StorageError):
+            run.commit(rows([13]))
+        assert partial(folder, 2).read_bytes()[-1:] != b"\n"
+        assert [entry.rows for entry in run.seal()] == [3]
+        check_consistent(folder, run)
+    finish(folder)
+
+
+def test_an_empty_shard_that_could_not_be_removed_does_not_stop_a_resume(folder):
+    """The next shard was begun for a commit that was then refused; later the one before it was torn."""
+    partial(folder, 3).touch()
+    with partial(folder, 2).open("ab") as file:
+        file.write(line(13)[:9])
+    with open_run(folder) as run:
+        assert (run.done, run.repairs) == (13, {"cut_bytes": 9})
+        check_consistent(folder, run)
     finish(folder)
