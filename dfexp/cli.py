@@ -155,9 +155,8 @@ def fleet_down(args: argparse.Namespace) -> int:
 
 def _run_notebooks(spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed: Sequence[str] | None = None) -> int:
     """Run 01 to 04, stop the fleet if this started it, and say where everything is."""
-    before = _fleet_identity(spec, root)
     with _stop_signals() as signals:
-        attendant = _Attendant(spec, folder, signals)
+        attendant = _Attendant(spec, folder, root, signals)
         try:
             for name in NOTEBOOKS:
                 print(f"{name} ...", flush=True)
@@ -165,10 +164,7 @@ def _run_notebooks(spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed
                 if name == NOTEBOOKS[0] and retry_failed is not None:
                     generate.start(spec, root, retry_failed=retry_failed)
         finally:
-            if _fleet_identity(spec, root) not in (None, before):
-                print("\n".join(fleet.attach(generate.fleet_folder(spec, root)).down()), flush=True)
-            elif before is not None:
-                print(f"fleet {spec.fleet_name!r} was running before and is left running.")
+            attendant.leave()
     return _conclude(folder)
 
 
@@ -185,25 +181,49 @@ def _conclude(folder: RunFolder) -> int:
 
 
 class _Attendant:
-    """What `dfexp run` does about once a second while a notebook runs: obey signals, print progress."""
+    """What `dfexp run` does about once a second while a notebook runs: obey signals, print progress.
 
-    def __init__(self, spec: RunSpec, folder: RunFolder, signals: list[int]) -> None:
-        self._folder, self._signals = folder, signals
-        self._every_s = spec.generation.progress_interval_s
+    It also keeps the identity of the fleet that this command launched in the run's folder, so that a command that was
+    killed leaves its servers to the next one, and not to nobody.
+    """
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, root: Path, signals: list[int]) -> None:
+        self._spec, self._folder, self._root, self._signals = spec, folder, root, signals
+        self._mark = folder.path / ".launched_fleet"
+        self._launched = self._mark.read_text() if self._mark.exists() else None
+        self._foreign = identity if (identity := _fleet_identity(spec, root)) != self._launched else None
         self._next_line = 0.0
         self._obeyed = 0
-        self._last_line = ""
 
     def tick(self) -> None:
         """Pass signals on: the first drains the run, the second cuts it off, the third leaves at once."""
         if len(self._signals) > self._obeyed:
             self._obeyed += 1
             self._obey()
+        self._claim()
         if time.monotonic() >= self._next_line and control.living_process(self._folder) is not None:
             found = control.read_status(self._folder)
             if found is not None:
                 print(f"  {time.strftime('%H:%M:%S')} {display.line(found)}", flush=True)
-            self._next_line = time.monotonic() + self._every_s
+            self._next_line = time.monotonic() + self._spec.generation.progress_interval_s
+
+    def leave(self) -> None:
+        """Stop the fleet if it is ours."""
+        self._claim()
+        if self._foreign is not None:
+            print(f"fleet {self._spec.fleet_name!r} was running before and is left running.")
+        elif self._launched is not None and _fleet_identity(self._spec, self._root) == self._launched:
+            print("\n".join(fleet.attach(generate.fleet_folder(self._spec, self._root)).down()), flush=True)
+            self._mark.unlink(missing_ok=True)
+
+    def _claim(self) -> None:
+        """A fleet that was not there before this command is its own."""
+        if self._foreign is None and (identity := _fleet_identity(self._spec, self._root)) not in (
+            None,
+            self._launched,
+        ):
+            self._launched = identity
+            self._mark.write_text(str(identity))
 
     def _obey(self) -> None:
         try:

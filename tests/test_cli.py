@@ -22,6 +22,7 @@ from dfexp.layout import RunFolder
 from dfexp.shards import read_failures, read_rows
 
 WRONG = sorted((Path(__file__).parent / "data" / "params").glob("*.yaml"))
+ROWS = 40
 DFEXP = [sys.executable, "-m", "dfexp.cli"]
 
 
@@ -29,14 +30,16 @@ DFEXP = [sys.executable, "-m", "dfexp.cli"]
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A project folder with a small run on the embedded engine."""
     (tmp_path / "params").mkdir()
-    prompts = [{"prompt": f"Name {n} things that are {word}."} for n in range(2, 8) for word in ("red", "round", "new")]
+    prompts = [
+        {"prompt": f"Name {n} things that are {word}."} for n in range(2, 2 + ROWS // 2) for word in ("red", "new")
+    ]
     prompts += [{"prompt": ""}, {"prompt": "long " * 3000}]
     (tmp_path / "params" / "p.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     (tmp_path / "params" / "small.yaml").write_text(
         "run: small\n"
         "fleet: {engine: llamacpp, servers: 2, max_running_requests: 2, context_length: 512}\n"
         "prompts: {path: params/p.jsonl}\n"
-        "generation: {max_tokens: 24, rows_per_shard: 5, drain_s: 20, progress_interval_s: 1, seed: 3}\n"
+        "generation: {max_tokens: 24, rows_per_shard: 8, drain_s: 20, progress_interval_s: 1, seed: 3}\n"
     )
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -114,7 +117,7 @@ def test_wrong_input_names_the_value(
 def test_check_says_what_would_be_run_and_starts_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "params/small.yaml"]) == cli.EXIT_OK
     said = capsys.readouterr().out
-    assert "19 prompts" in said
+    assert f"{ROWS + 1} prompts" in said
     assert "1 empty" in said
     assert not (project / "outputs").exists()
 
@@ -130,8 +133,8 @@ def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(pro
     folder = RunFolder(project / "outputs" / "small")
     first = run("run", "params/small.yaml")
     assert first.returncode == 0, first.stderr
-    assert "18 succeeded + 1 failed = 19 of 19 asked" in first.stdout
-    assert counts(folder) == Counter(range(18))
+    assert f"{ROWS} succeeded + 1 failed = {ROWS + 1} of {ROWS + 1} asked" in first.stdout
+    assert counts(folder) == Counter(range(ROWS))
     (failure,) = read_failures(folder.completions)
     assert failure["kind"] == "prompt_too_long"
     assert {row["server"] for row in read_rows(folder.completions)} == {
@@ -144,7 +147,7 @@ def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(pro
     assert not processes_of(project)
     again = run("resume", "small")
     assert again.returncode == 0, again.stderr
-    assert counts(folder) == Counter(range(18))
+    assert counts(folder) == Counter(range(ROWS))
 
 
 @pytest.mark.slow
@@ -156,7 +159,7 @@ def test_without_a_network_the_whole_run_works(project: Path) -> None:
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr + made.stdout
-    assert counts(RunFolder(project / "outputs" / "small")) == Counter(range(18))
+    assert counts(RunFolder(project / "outputs" / "small")) == Counter(range(ROWS))
 
 
 @pytest.mark.slow
@@ -186,13 +189,19 @@ def test_interrupted_killed_and_robbed_of_a_server_it_still_ends_with_every_row_
     assert len(after_kill) >= reported
     assert kept.keys() <= after_kill.keys()
 
+    with subprocess.Popen([*DFEXP, "resume", "small"], stdout=subprocess.DEVNULL) as command:
+        wait_for(lambda: control.living_process(folder) is not None)
+        command.kill()
+    wait_for(lambda: control.living_process(folder) is None)  # nobody watches it any more, so it stops by itself
+
     with subprocess.Popen([*DFEXP, "resume", "small"], stdout=subprocess.PIPE, text=True) as command:
-        wait_for(lambda: (control.read_status(folder) or {}).get("done_before") == len(after_kill))
+        wait_for(lambda: control.living_process(folder) is not None)
         servers = json.loads((project / "outputs/fleets/small/fleet.json").read_text())["servers"]
         os.kill(servers[0]["pid"], signal.SIGKILL)
         out, _ = command.communicate(timeout=240)
     assert command.returncode == 0, out
-    assert counts(folder) == Counter(range(18))
+    assert counts(folder) == Counter(range(ROWS))
+    assert not processes_of(project), "the fleet that a killed command left behind is stopped by the next"
     assert "server_down" in folder.events.read_text()
 
 

@@ -87,7 +87,7 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
             config_id=setup.config_id,
             done=shards.done,
             pending=len(pending),
-            repairs=str(shards.repairs),
+            repairs=shards.repairs,
         )
         state, reason = asyncio.run(Loop(setup, WorkQueue(pending, len(pending))).run())
         events.record(f"run_{state}", detail=reason, done=shards.done, failed=shards.failed, asked=frozen["asked"])
