@@ -1,53 +1,61 @@
-"""Run a notebook strictly: its parameters as a checked `RunSpec`, its unattended execution, its HTML.
-
-Papermill runs in a child process of its own, for three reasons: it changes the working directory and the signal
-handlers of its process, a hanging one can be ended, and the pipe to it is a leash: when the caller is gone the child
-shuts its kernel down, so that no kernel is left that nobody knows of.
-"""
+"""Run a notebook strictly: its parameters as a checked `RunSpec`, its unattended execution, its HTML."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
-import json
-import subprocess
-import sys
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
-from dfexp import params
+import nbformat
+
+from dfexp import errors, fleet, params
 from dfexp.errors import NotebookError, ParamsError, RunStopped
 from dfexp.layout import FleetFolder, RunFolder, project_root
 from dfexp.params import RunSpec
+from dfexp.params_errors import shown
 
 NAMES = ("params", *params.PARAMETERS)
 """What the parameters cell of every notebook may assign."""
 
-_GRACE_S = 30.0  # for the child to save the notebook and end its kernel once it is told to
-_NOTHING: tuple[object, ...] = (None, {}, [], "")
+_GRACE_S = 30.0  # for a notebook to end once its kernel is killed
+_STYLE = """
+<style>
+body.jp-Notebook { max-width: 1040px; margin: 0 auto; padding: 16px 20px 60px; }
+.jp-Cell { padding: 2px 0; }
+.jp-OutputPrompt, .jp-InputPrompt { display: none; }
+.jp-OutputArea-output { overflow-x: auto; }
+.jp-MarkdownOutput, .jp-RenderedMarkdown, .jp-RenderedHTML { padding-left: 0 !important; }
+.jp-RenderedHTMLCommon table { margin-left: 0; }
+</style>
+"""
 
 
 def spec(namespace: Mapping[str, Any]) -> RunSpec:
     """The run that a notebook's parameters describe; call it as `notebook.spec(globals())`.
 
-    The file that `params` names, with what the parameters cell and papermill set laid over it. A whole run handed over
-    by papermill (`-f params/x.yaml`) stands alone. Names are read from the cells themselves, because papermill only
-    warns about a name that the notebook does not have. Raises ParamsError that lists every mistake.
+    The file that `params` names, with what the parameters cell and papermill set laid over it. Where papermill handed
+    over a whole run (`-f params/x.yaml`: fleet and prompts, and no `params`), that stands alone. Names are read from
+    the cells themselves, because papermill only warns about a name that the notebook does not have. Raises ParamsError
+    that lists every mistake.
     """
     written, injected = _assigned_names(namespace.get("In", ()))
-    unknown = [name for name in dict.fromkeys((*written, *injected)) if name not in NAMES]
-    if unknown:
-        raise ParamsError(_unknown_names(unknown, namespace))
-    given = {name: namespace[name] for name in params.PARAMETERS if namespace.get(name) not in _NOTHING}
-    handed_over = {name: value for name, value in given.items() if name in injected}
-    if "params" not in injected and _is_whole_run(handed_over, injected):
-        return params.validate(handed_over, "the parameters handed to this notebook")
+    wrong = [_unknown(name, namespace.get(name)) for name in dict.fromkeys(written + injected) if name not in NAMES]
+    if wrong:
+        raise ParamsError("\n  ".join(("the parameters of this notebook: nothing was started.", *wrong)))
+    given = {name: namespace[name] for name in params.PARAMETERS if namespace.get(name) not in (None, {}, "")}
+    if {"fleet", "prompts"} <= set(injected) and "params" not in injected:
+        handed = {name: value for name, value in given.items() if name in injected}
+        return params.validate(handed, "the parameters handed to this notebook")
     file = namespace.get("params")
-    if file in _NOTHING:
+    if not file:
         return params.validate(given, "the parameters of this notebook")
     if not isinstance(file, str):
         raise ParamsError(f"params = {file!r} is not the path of a parameter file, such as 'params/demo.yaml'.")
@@ -55,64 +63,27 @@ def spec(namespace: Mapping[str, Any]) -> RunSpec:
     return params.validate(params.merge(params.read_yaml(project_root() / file), given), source)
 
 
-def _is_whole_run(handed_over: Mapping[str, Any], injected: Sequence[str]) -> bool:
-    """Whether papermill handed over a parameter file. One without `run` counts, so that it never runs as another."""
-    if {"run", "fleet", "prompts"} <= set(injected):
-        return True
-    fleet, prompts = handed_over.get("fleet"), handed_over.get("prompts")
-    return isinstance(fleet, dict) and "engine" in fleet and isinstance(prompts, dict) and "path" in prompts
-
-
 def _assigned_names(cells: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names that the last parameters cell assigned, and those of the cell that papermill put after it."""
     written: list[str] = []
     injected: list[str] = []
     for source in cells:
-        names = _top_level_names(str(source))
-        if str(source).lstrip().startswith("# Parameters\n"):
+        try:
+            nodes = list(ast.walk(ast.parse(source)))
+        except SyntaxError:  # a cell with magics
+            continue
+        names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        if source.startswith("# Parameters\n"):
             injected = names
         elif len(set(names) & set(NAMES)) >= 3:
             written, injected = names, []
     return written, injected
 
 
-def _top_level_names(source: str) -> list[str]:
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:  # a cell with magics
-        return []
-    targets = [
-        target
-        for statement in body
-        if isinstance(statement, (ast.Assign, ast.AnnAssign))
-        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
-    ]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _unknown_names(unknown: Sequence[str], namespace: Mapping[str, Any]) -> str:
-    lines = []
-    for name in unknown:
-        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
-        fix = f"Did you mean {close[0]}?" if close else f"Known parameters: {', '.join(NAMES)}."
-        lines.append(f"{name} = {_short(namespace.get(name))}: unknown parameter. {fix}")
-    return (
-        f"the parameters of this notebook: {len(unknown)} wrong parameter(s); nothing was started.\n  "
-        + "\n  ".join(lines)
-    )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Executed:
-    """Where an executed notebook and its HTML are."""
-
-    notebook: Path
-    html: Path
+def _unknown(name: str, value: Any) -> str:
+    close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+    fix = f"Did you mean {close[0]}?" if close else f"Known parameters: {', '.join(NAMES)}."
+    return f"{name} = {shown(value, name)}: unknown parameter. {fix}"
 
 
 def find(name: str, root: Path) -> Path:
@@ -128,6 +99,14 @@ def find(name: str, root: Path) -> Path:
     raise NotebookError(f"there is no notebook {name!r}: none of {', '.join(map(str, places))} exists.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executed:
+    """Where an executed notebook and its HTML are."""
+
+    notebook: Path
+    html: Path
+
+
 def execute(
     name: str, spec: RunSpec, folder: RunFolder, root: Path, *, tick: Callable[[], None] | None = None
 ) -> Executed:
@@ -135,64 +114,128 @@ def execute(
 
     The executed copy and the HTML are written to the run's notebooks/ also when a cell fails or the kernel dies. No
     signal handler of this process is touched; `tick` is called about once a second in the calling thread, and when it
-    raises, the notebook is ended. Raises NotebookError, and RunStopped where a cell raised it.
+    raises, the kernel is killed. Raises NotebookError, and RunStopped where a cell raised it.
     """
-    source = find(name, root)
+    notebook = nbformat.read(find(name, root), as_version=4)
+    _inject(notebook, spec)
+    made = Executed(notebook=folder.notebooks / f"{name}.ipynb", html=folder.notebooks / f"{name}.html")
     folder.notebooks.mkdir(parents=True, exist_ok=True)
-    executed = Executed(notebook=folder.notebooks / f"{name}.ipynb", html=folder.notebooks / f"{name}.html")
-    log = folder.notebooks / f"{name}.log"
-    job = {
-        "source": str(source),
-        "notebook": str(executed.notebook),
-        "html": str(executed.html),
-        "parameters": spec.model_dump(mode="json"),
-        "cwd": str(root),
-        "fleet": str(FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name).path),
-    }
-    with log.open("wb") as log_file:
-        result = _run_child(job, log_file, tick)
-    if result is None:
-        raise NotebookError(f"{name}.ipynb: its runner ended before the notebook did. What it said is in {log}.")
-    if result["error"] == "RunStopped":
-        raise RunStopped(result["message"])
-    if result["error"] is not None:
-        raise NotebookError(f"{name}.ipynb, {result['cell']}: {result['message']} More is in {executed.html}")
-    return executed
+    with made.notebook.with_suffix(".log").open("wb") as log:
+        execution = _Execution(notebook, root, log)
+        try:
+            execution.wait(tick)
+        finally:
+            execution.kill()
+            _write(notebook, made, FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name))
+    if execution.error == "RunStopped":
+        raise RunStopped(execution.message)
+    if execution.error:
+        raise NotebookError(f"{name}.ipynb, {execution.message} More is in {made.html}")
+    return made
 
 
-def _run_child(job: Mapping[str, Any], log: BinaryIO, tick: Callable[[], None] | None) -> dict[str, Any] | None:
-    """The child's result, or None when it ended without one. Never leaves a child behind."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "dfexp.notebook_child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        cwd=job["cwd"],
-        start_new_session=True,  # an interrupt typed at the terminal is the caller's to handle
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps(job).encode() + b"\n")
-            child.stdin.flush()
-        while not _ended(child, 1.0):
+def _inject(notebook: Any, spec: RunSpec) -> None:
+    """Put the whole run into a cell after the parameters cell, as papermill would."""
+    lines = [f"{name} = {value!r}" for name, value in spec.model_dump(mode="json").items()]
+    cell = nbformat.v4.new_code_cell("\n".join(("# Parameters", *lines)), metadata={"tags": ["injected-parameters"]})
+    tagged = [number for number, old in enumerate(notebook.cells) if "parameters" in old.metadata.get("tags", ())]
+    notebook.cells.insert(tagged[0] + 1 if tagged else 0, cell)
+
+
+class _Execution:
+    """A notebook that runs in a kernel, attended by a thread of its own.
+
+    The thread keeps nbclient away from the signal handlers of this process. A kernel ends by itself within seconds
+    when its parent, this process, is gone.
+
+    Attributes:
+        error: name of the exception that ended it, if one did.
+        message: what happened, in a sentence or two.
+    """
+
+    def __init__(self, notebook: Any, root: Path, log: BinaryIO) -> None:
+        from nbclient import NotebookClient  # takes seconds, and a kernel that asks for its spec does not need it
+
+        self.error, self.message = "", ""
+        self._cell: Any = None
+        self._number = 0
+        self._client = NotebookClient(
+            notebook,
+            resources={"metadata": {"path": str(root)}},
+            on_cell_execute=self._begins,
+            startup_timeout=120,
+            iopub_timeout=600,  # a flood of output may lag minutes behind the cell that wrote it
+            coalesce_streams=True,
+        )
+        self._thread = Thread(target=self._run, args=(log,), daemon=True)
+
+    def wait(self, tick: Callable[[], None] | None) -> None:
+        """Run it to its end."""
+        self._thread.start()
+        while self._thread.is_alive():
+            self._thread.join(1.0)
             if tick is not None:
                 tick()
-        last = child.stdout.read().splitlines()[-1:]
-        return dict(json.loads(last[0])) if last else None
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
-        if not _ended(child, _GRACE_S):
-            child.kill()
-            child.wait()
-        child.stdout.close()
+
+    def kill(self) -> None:
+        """End it if it still runs; a kernel that is only starting is killed once it is there."""
+        deadline = time.monotonic() + _GRACE_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            process = getattr(getattr(self._client.km, "provisioner", None), "process", None)
+            if process is not None:
+                process.kill()
+            self._thread.join(0.5)
+
+    def _begins(self, cell: Any, cell_index: int) -> None:
+        self._cell, self._number = cell, self._number + 1
+
+    def _run(self, log: BinaryIO) -> None:
+        from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+        try:
+            self._client.execute(stdout=log, stderr=log)
+        except CellExecutionError as error:
+            own = isinstance(getattr(errors, error.ename, None), type)  # says what happened and what to do
+            self._fails(error.ename, error.evalue if own else f"{error.ename}: {error.evalue}.")
+        except DeadKernelError:
+            self._fails(
+                "DeadKernelError",
+                "the kernel died: it was killed, or there was no memory left. Rows reported done are on disk; run the"
+                " notebook again to go on.",
+            )
+        except Exception as error:  # whatever breaks in nbclient, the caller hears of it and the page shows it
+            self._fails(type(error).__name__, f"{type(error).__name__}: {error}")
+
+    def _fails(self, name: str, message: str) -> None:
+        """Keep why it ended, and show it in the cell that ran if that does not say so itself."""
+        self.error, self.message = name, message
+        if self._cell is None:
+            return
+        if all(output.output_type != "error" for output in self._cell.outputs):
+            told = nbformat.v4.new_output("error", ename=name, evalue=message, traceback=[f"{name}: {message}"])
+            self._cell.outputs.append(told)
+        if name != "RunStopped":
+            lines = [line for line in self._cell.source.splitlines() if line.strip()]
+            self.message = f"cell [{self._number}] `{lines[-1].strip()[:80]}`: {message}"
 
 
-def _ended(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    try:
-        child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def _write(notebook: Any, made: Executed, folder: FleetFolder) -> None:
+    """The executed copy, without the fleet's key, wherever a traceback or a reply may have put it; and its page."""
+    text = nbformat.writes(notebook)
+    with suppress(errors.FleetError):  # no fleet, or none whose key can be known here
+        key = fleet.attach(folder).key
+        text = text.replace(key, "(hidden)") if len(key) >= 8 else text
+    made.notebook.write_text(text, encoding="utf-8")
+    made.html.write_text(_page(text), encoding="utf-8")
+
+
+def _page(text: str) -> str:
+    """An executed notebook as one page that opens without a network: code hidden, nothing loaded from anywhere."""
+    from nbconvert import HTMLExporter
+
+    urls = ("mathjax", "require_js", "jquery", "mermaid_js", "mermaid_layout_elk_js")
+    nothing_loaded = {**{f"{name}_url": "" for name in urls}, "widget_renderer_url": ""}
+    hidden = dict.fromkeys(("exclude_input", "exclude_input_prompt", "exclude_output_prompt"), True)
+    page, _ = HTMLExporter(**hidden, **nothing_loaded).from_notebook_node(nbformat.reads(text, as_version=4))
+    page = re.sub(r'<script src="">\s*</script>', "", page)  # what an empty URL leaves of nbconvert's tags
+    return str(page.replace("</head>", _STYLE + "</head>", 1))

@@ -1,297 +1,331 @@
-"""A run's files as tables: what was made, how fast, by whom, and what failed. Works while the run is still going."""
+"""A run's files as tables and series: what was made, how fast, by whom, what failed. Works while the run goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import heapq
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from IPython.display import HTML
 
-from dfexp import jsonl
+from dfexp import control, jsonl, shards
+from dfexp.errors import RunError
 from dfexp.layout import RunFolder
-from dfexp.rundata import RunData as RunData
-from dfexp.rundata import Window, window
-from dfexp.rundata import load as load
-from dfexp.tables import Table, duration, text
+from dfexp.tables import FONT, Table, duration, text
 
-_BINS = 40
+_TYPES = {
+    "index": "int64", "server": "object", "config_id": "object", "finish_reason": "object", "flags": "object",
+    "prompt_tokens": "float64", "completion_tokens": "float64", "attempt": "int64", "submitted_at": "float64",
+    "latency_s": "float64",
+}  # fmt: skip
+_CHUNK = 1_000  # rows whose texts are in memory together
 _NICE_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_COUNTED = "as the servers count them, over rows done"
 
 
-def summary(data: RunData) -> Table:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What a report is made of.
+
+    Attributes:
+        run: run.json.
+        status: what the generating process said last; None if it never said anything.
+        rows: one line per completion, without texts; counts that a server did not give are NaN, never zero.
+        busy_s: time in which at least one request of `rows` was in flight; 0 without rows.
+        examples: whole rows, drawn at random, by index.
+    """
+
+    folder: RunFolder
+    run: Mapping[str, Any]
+    status: Mapping[str, Any] | None
+    rows: pd.DataFrame
+    busy_s: float
+    failures: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    examples: Sequence[Mapping[str, Any]]
+
+    @property
+    def asked(self) -> int:
+        """Rows that the run is to make."""
+        return int(self.run["prompts"]["asked"])
+
+    @property
+    def missing(self) -> int:
+        """Rows that are neither done nor failed yet."""
+        return self.asked - len(self.rows) - len(self.failures)
+
+
+def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
+    """Read a run in one pass over its shards, in about 100 bytes a row. Raises RunError when there is no run.
+
+    The draw of `examples` depends on `seed` and the rows' indices alone, not on their order.
+    """
+    try:
+        run = jsonl.read_json(folder.run_json)
+    except FileNotFoundError:
+        raise RunError(f"{folder.path} holds no run yet: run 03_generate first, or correct `run`.") from None
+
+    def lot(row: Mapping[str, Any]) -> bytes:
+        return hashlib.blake2b(f"{seed}:{row['index']}".encode(), digest_size=8).digest()
+
+    reader = shards.read_rows(folder.completions)
+    pieces, drawn = [_without_texts([])], list[dict[str, Any]]()
+    while chunk := list(islice(reader, _CHUNK)):
+        pieces.append(_without_texts(chunk))
+        drawn = heapq.nsmallest(examples, [*drawn, *chunk], key=lot)
+    rows = pd.concat(pieces, ignore_index=True).astype(dict.fromkeys(("server", "config_id", "flags"), "category"))
+    rows["finished_at"] = rows["submitted_at"] + rows["latency_s"]
+    return RunData(
+        folder=folder,
+        run=run,
+        status=control.read_status(folder),
+        rows=rows,
+        busy_s=_busy_s(rows),
+        failures=tuple(shards.read_failures(folder.completions)),
+        events=tuple(jsonl.read_log(folder.events)),
+        examples=sorted(drawn, key=lambda row: int(row["index"])),
+    )
+
+
+def _without_texts(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    lines = [{**row, "flags": ",".join(row["flags"])} for row in rows]
+    return pd.DataFrame(lines, columns=list(_TYPES)).astype(_TYPES)
+
+
+def _busy_s(rows: pd.DataFrame) -> float:
+    if rows.empty:
+        return 0.0
+    times = rows[["submitted_at", "finished_at"]].sort_values("submitted_at")
+    ends = times["finished_at"].cummax()
+    pauses_s = (times["submitted_at"] - ends.shift()).clip(lower=0).sum()
+    return float(ends.iloc[-1] - times["submitted_at"].iloc[0] - pauses_s)
+
+
+def summary(data: RunData, title: str | None = None) -> Table:
     """The run in a few numbers, each with its unit and what it measures."""
-    rows = data.rows
-    busy = window(rows)
-    missing = data.asked - len(rows) - len(data.failures)
+    rows, tokens = data.rows, data.rows["completion_tokens"]
+    cut = int((rows["finish_reason"] == "length").sum())
+    short = "; biased short while longer answers are still in flight" if data.missing else ""
     lines: list[tuple[str, Any, str, str]] = [
         ("asked", data.asked, "rows", "prompts frozen for this run"),
         ("done", len(rows), "rows", "completions on disk"),
         ("failed", len(data.failures), "rows", "will not succeed; kinds and the servers' words below"),
-        ("missing", missing, "rows", "neither done nor failed yet"),
-        ("prompt tokens, mean", _mean(rows["prompt_tokens"]), "tokens", "as the servers count them, over rows done"),
-        ("completion tokens, mean", _mean(rows["completion_tokens"]), "tokens", _length_note(data)),
-        ("completion tokens", int(rows["completion_tokens"].sum()), "tokens", "sum over rows done"),
+        ("missing", data.missing, "rows", "neither done nor failed yet"),
+        ("ended by itself", int((rows["finish_reason"] == "stop").sum()), "rows", "finish reason stop, of rows done"),
+        ("cut", cut, "rows", "finish reason length, of rows done: max_tokens or the context was reached"),
+        ("prompt tokens, mean", float(rows["prompt_tokens"].mean()), "tokens", _COUNTED),
+        ("completion tokens, mean", float(tokens.mean()), "tokens", _COUNTED + short),
+        ("completion tokens", int(tokens.sum()), "tokens", "sum over rows done"),
     ]
-    if busy is not None:
-        lines += _rates(rows, busy)
+    if len(rows):
+        over = f"finished rows, over the {duration(data.busy_s)} in which a request was in flight"
+        wall_s = float(rows["finished_at"].max() - rows["submitted_at"].min())
+        latency = rows["latency_s"]
+        lines += [
+            ("wall time", wall_s, "s", "first request sent to last answer received, pauses between sessions included"),
+            ("busy time", data.busy_s, "s", "the part of it with at least one request of a finished row in flight"),
+            ("client rate", float(tokens.sum()) / data.busy_s, "completion tokens/s", over),
+            ("client rate, rows", len(rows) / data.busy_s, "completions/s", over),
+            ("in flight, mean", float(latency.sum()) / data.busy_s, "requests", f"sum of latencies of {over}"),
+            ("latency, median", float(latency.median()), "s", "sent to last byte, queueing in the server included"),
+            ("latency, 95th percentile", float(latency.quantile(0.95)), "s", "as above"),
+        ]
+    outages = sum(event["event"] == "server_down" for event in data.events)
     lines += [
         ("rows sent more than once", int((rows["attempt"] > 1).sum()), "rows", "done at a later attempt"),
-        ("shards sealed", len(list(data.folder.completions.glob("completions_*.jsonl"))), "files", "immutable files"),
-        ("server outages", _outages(data), "", "a server died or stopped answering, by events.jsonl"),
+        ("server outages", outages, "", "a server died or stopped answering, by events.jsonl"),
     ]
     columns = ("what", "value", "unit", "how it is measured")
     table = [dict(zip(columns, line, strict=True)) for line in lines]
-    return Table(name="summary", title="The run in numbers", rows=table)
-
-
-def _length_note(data: RunData) -> str:
-    note = "as the servers count them, over rows done"
-    return note if data.is_finished else f"{note}; biased short while longer answers are still in flight"
-
-
-def _rates(rows: pd.DataFrame, busy: Window) -> list[tuple[str, Any, str, str]]:
-    over = f"finished rows, over the {duration(busy.busy_s)} in which a request was in flight"
-    tokens, latency = float(rows["completion_tokens"].sum()), rows["latency_s"]
-    return [
-        ("wall time", busy.wall_s, "s", "first request sent to last answer received, pauses between sessions included"),
-        ("busy time", busy.busy_s, "s", "the part of it with at least one request of a finished row in flight"),
-        ("client rate", tokens / busy.busy_s, "completion tokens/s", over),
-        ("client rate, rows", len(rows) / busy.busy_s, "completions/s", over),
-        ("in flight, mean", float(latency.sum()) / busy.busy_s, "requests", f"sum of latencies of {over}"),
-        ("latency, median", float(latency.median()), "s", "sent to last byte, queueing in the server included"),
-        ("latency, 95th percentile", float(latency.quantile(0.95)), "s", "as above"),
-    ]
+    note = "The run is not finished: this is what there is now." if data.missing else ""
+    return Table(name="summary", title=title or f"Run {data.folder.name}", rows=table, note=note)
 
 
 def per_server(data: RunData) -> Table:
     """What each server made."""
-    busy = window(data.rows)
-    lines = []
-    for server, rows in data.rows.groupby("server", observed=True):
-        assert busy is not None
-        lines.append(
-            {
-                "server": str(server),
-                "rows": len(rows),
-                "share of rows": f"{len(rows) / len(data.rows):.1%}",
-                "completion tokens": int(rows["completion_tokens"].sum()),
-                "completion tokens/s": float(rows["completion_tokens"].sum() / busy.busy_s),
-                "mean completion tokens": _mean(rows["completion_tokens"]),
-                "median latency (s)": float(rows["latency_s"].median()),
-                "outages": _outages(data, str(server)),
-            }
-        )
+    lines = [
+        {
+            "server": str(server),
+            "rows": len(rows),
+            "share of rows": f"{len(rows) / len(data.rows):.1%}",
+            "cut for length": f"{(rows['finish_reason'] == 'length').mean():.1%}",
+            "completion tokens": int(rows["completion_tokens"].sum()),
+            "completion tokens/s": float(rows["completion_tokens"].sum() / data.busy_s),
+            "mean completion tokens": float(rows["completion_tokens"].mean()),
+            "median latency (s)": float(rows["latency_s"].median()),
+            "outages": sum(e["event"] == "server_down" and e.get("server") == server for e in data.events),
+        }
+        for server, rows in data.rows.groupby("server", observed=True)
+    ]
     note = "Finished rows; rates over the run's busy time, so that they add up to the client rate."
     return Table(name="per_server", title="Per server", rows=lines, note=note)
 
 
-def finish_reasons(data: RunData) -> Table:
-    """Why answers ended."""
+def failures(data: RunData) -> Table:
+    """Rows that will not succeed, by kind."""
+    found = pd.DataFrame(list(data.failures), columns=["kind", "index", "message"]).sort_values("index")
     lines = [
         {
-            "finish reason": str(reason),
+            "kind": str(kind),
             "rows": len(rows),
-            "share": f"{len(rows) / len(data.rows):.1%}",
-            "mean completion tokens": _mean(rows["completion_tokens"]),
+            "index": ", ".join(map(str, rows["index"][:10])) + (", ..." if len(rows) > 10 else ""),
+            "the server said, the first time": str(rows["message"].iloc[0])[:500],
         }
-        for reason, rows in data.rows.groupby("finish_reason", observed=True)
+        for kind, rows in found.groupby("kind")
     ]
-    note = "stop: the model ended by itself. length: cut by max_tokens or the context."
-    return Table(name="finish_reasons", title="Why answers ended", rows=lines, note=note)
-
-
-def failures_by_kind(data: RunData) -> Table:
-    """Rows that will not succeed, counted by kind, with one message each."""
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for failure in data.failures:
-        kinds.setdefault(str(failure["kind"]), []).append(failure)
-    lines = [
-        {"kind": kind, "rows": len(found), "for example, the server said": str(found[0]["message"])[:300]}
-        for kind, found in sorted(kinds.items(), key=lambda item: -len(item[1]))
-    ]
-    note = "They stay failed when the run is resumed; `--retry-failed` tries them again."
-    return Table(name="failures_by_kind", title="Failures by kind", rows=lines, note=note if lines else "")
-
-
-def failures(data: RunData, most: int = 50) -> Table:
-    """Every failed row with the server's words, at most `most`."""
-    lines = [
-        {
-            "index": str(failure["index"]),
-            "id": failure["id"],
-            "kind": failure["kind"],
-            "attempts": failure["attempts"],
-            "server": failure["server"],
-            "the server said": str(failure["message"])[:500],
-        }
-        for failure in sorted(data.failures, key=lambda failure: int(failure["index"]))[:most]
-    ]
-    left = len(data.failures) - len(lines)
-    note = f"{left:,} more are in failures.jsonl." if left else ""
-    return Table(name="failures", title="Failed rows", rows=lines, note=note)
+    note = "Each row is in failures.jsonl. They stay failed on resume; `dfexp resume --retry-failed` tries them again."
+    return Table(name="failures", title="Failed rows, by kind", rows=lines, note=note if lines else "")
 
 
 def flags(data: RunData) -> Table:
     """Rows with something a reader of the data should know."""
-    counts: dict[str, int] = {}
-    for joined, count in data.rows["flags"].value_counts().items():
-        for flag in filter(None, str(joined).split(",")):
-            counts[flag] = counts.get(flag, 0) + int(count)
-    lines = [{"flag": flag, "rows": count} for flag, count in sorted(counts.items(), key=lambda item: -item[1])]
+    counts = data.rows["flags"].astype(str).str.split(",").explode().value_counts().drop("", errors="ignore")
+    lines = [{"flag": str(flag), "rows": int(count)} for flag, count in counts.items()]
     return Table(name="flags", title="Flags on rows", rows=lines)
 
 
 def dropped(data: RunData) -> Table:
     """Lines of the sources that gave no prompt."""
-    lines = [dict(drop) for drop in data.run["prompts"].get("dropped", ())]
-    return Table(name="dropped", title="Dropped while reading the prompts", rows=lines)
+    return Table(name="dropped", title="Dropped while reading the prompts", rows=data.run["prompts"].get("dropped", ()))
 
 
 def events(data: RunData) -> Table:
     """What happened, counted."""
-    counts: dict[tuple[str, str], list[float]] = {}
-    for event in data.events:
-        counts.setdefault((str(event["event"]), str(event.get("server") or "-")), []).append(float(event["at"]))
+    found = pd.DataFrame(list(data.events), columns=["event", "server", "at"]).fillna({"server": "-"})
+    found["at"] = pd.to_datetime(found["at"], unit="s").dt.strftime("%Y-%m-%d %H:%M:%S")
     lines = [
-        {"event": name, "server": server, "times": len(at), "first": _clock(min(at)), "last": _clock(max(at))}
-        for (name, server), at in counts.items()
+        {"event": event, "server": server, "times": len(at), "first": at.min(), "last": at.max()}
+        for (event, server), at in found.groupby(["event", "server"], sort=False)["at"]
     ]
     return Table(name="events", title="What happened", rows=lines, note="From events.jsonl; times are UTC.")
 
 
 def configurations(data: RunData) -> Table:
-    """With what the rows were made: one line per engine configuration that made rows."""
-    counts = data.rows["config_id"].value_counts()
+    """With what the rows were made: one line per engine configuration."""
     lines = [
         {
             "config": config_id,
-            "rows": int(counts.get(config_id, 0)),
-            "engine": " ".join(str(config.get(key)) for key in ("engine", "engine_version") if config.get(key)),
+            "rows": int((data.rows["config_id"] == config_id).sum()),
+            "engine": " ".join(str(config.get(key) or "") for key in ("engine", "engine_version")),
             "model": config.get("model"),
-            "sampling": _pairs(config.get("sampling") or {}),
-            "fleet": _pairs(config.get("fleet") or {}),
+            "sampling": _pairs(config.get("sampling")),
+            "fleet": _pairs(config.get("fleet")),
         }
         for config_id, config in data.run.get("configs", {}).items()
     ]
-    versions = _pairs(data.run.get("versions", {}))
-    return Table(name="configurations", title="Configurations", rows=lines, note=f"Versions: {versions}.")
+    note = f"Versions: {_pairs(data.run.get('versions'))}."
+    return Table(name="configurations", title="Configurations", rows=lines, note=note)
 
 
-def headline(data: RunData, title: str | None = None) -> str:
-    """What the report is about, as Markdown."""
-    servers = data.rows["server"].nunique()
-    models = ", ".join(sorted({str(config.get("model")) for config in data.run.get("configs", {}).values()}))
-    state = "finished" if data.is_finished else "not finished: this is what there is now"
-    made = f"{len(data.rows):,} of {data.asked:,} completions by {servers} server(s) of `{models}`"
-    return f"### {title or 'Run ' + data.folder.name}\n\n{made}. The run is {state}."
+def _pairs(values: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{key} {value}" for key, value in (values or {}).items() if value not in (None, {}, []))
+
+
+def throughput(data: RunData) -> pd.DataFrame:
+    """Client rates per server and bin of `width_s`, by the time at which answers finished; `start_s` since the first
+    request.
+    """
+    rows, began = data.rows, data.rows["submitted_at"].min()
+    wall_s = rows["finished_at"].max() - began
+    width_s = next((width for width in _NICE_S if wall_s / width <= 40), _NICE_S[-1])
+    start_s = ((rows["finished_at"] - began) // width_s * width_s).rename("start_s")
+    sums = rows.groupby([rows["server"].astype(str), start_s])["completion_tokens"].agg(["sum", "size"]) / width_s
+    return sums.set_axis(["completion_tok_per_s", "rows_per_s"], axis=1).reset_index().assign(width_s=width_s)
+
+
+def in_flight(data: RunData, steps: int = 600) -> pd.DataFrame:
+    """Requests of finished rows in flight: the mean of each step; `at_s` since the first request."""
+    if data.rows.empty:
+        return pd.DataFrame({"at_s": [], "requests": []})
+    sent, answered = data.rows["submitted_at"].to_numpy(), data.rows["finished_at"].to_numpy()
+    edges = np.linspace(sent.min(), answered.max(), steps + 1)
+    means = np.diff(_time_since(sent, edges) - _time_since(answered, edges)) / np.diff(edges)
+    return pd.DataFrame({"at_s": edges[:-1] - edges[0], "requests": means.clip(0)})
+
+
+def _time_since(moments: Any, edges: Any) -> Any:
+    """For each edge, the sum of (edge - moment) over the moments before it: the integral of their count."""
+    ordered = np.sort(moments) - edges[0]
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    count = np.searchsorted(ordered, edges - edges[0], side="right")
+    return count * (edges - edges[0]) - sums[count]
+
+
+def write(data: RunData) -> list[Table]:
+    """Leave each table, and the series behind the figures over time, as CSV and JSON in the run's report/."""
+    makers = (summary, per_server, failures, flags, dropped, events, configurations)
+    tables = [make(data) for make in makers]
+    frames = {table.name: pd.DataFrame(list(table.rows), dtype=object) for table in tables}
+    data.folder.report.mkdir(parents=True, exist_ok=True)
+    for name, frame in {**frames, "throughput": throughput(data), "in_flight": in_flight(data)}.items():
+        jsonl.write_atomic(data.folder.report / f"{name}.csv", frame.to_csv(index=False).encode())
+        jsonl.write_atomic(data.folder.report / f"{name}.json", frame.to_json(orient="records", indent=1).encode())
+    return tables
 
 
 def conclusion(data: RunData) -> str:
     """What the run came to, as Markdown."""
-    busy, rows = window(data.rows), data.rows
-    missing = data.asked - len(rows) - len(data.failures)
+    rows, missing = data.rows, data.missing
     parts = [
         f"**{len(rows):,} of {data.asked:,} rows are done, {len(data.failures):,} failed, {missing:,} are missing.**"
     ]
-    if busy is not None:
-        rate = float(rows["completion_tokens"].sum()) / busy.busy_s
+    if len(rows):
+        cut = int((rows["finish_reason"] == "length").sum())
         parts.append(
-            f"They took {duration(busy.busy_s)} with requests in flight: **{text(rate)} completion tokens/s** at the"
-            f" client over that time, {float(rows['latency_s'].sum()) / busy.busy_s:.1f} requests in flight on average."
+            f"They took {duration(data.busy_s)} with requests in flight:"
+            f" **{text(float(rows['completion_tokens'].sum()) / data.busy_s)} completion tokens/s** at the client over"
+            f" that time, {float(rows['latency_s'].sum()) / data.busy_s:.1f} requests in flight on average."
+            f" {cut:,} answers ({cut / len(rows):.0%}) were cut for length."
         )
-    cut = int((rows["finish_reason"] == "length").sum())
-    if cut:
-        parts.append(f"{cut:,} answers ({cut / len(rows):.0%}) were cut for length.")
     if missing:
         parts.append("Run 03_generate again to go on.")
     parts.append(f"The tables and the series behind the figures are in `{data.folder.report}`.")
     return " ".join(parts)
 
 
-def throughput(data: RunData) -> Table:
-    """Completion tokens/s and rows/s per server and bin of time, by the time at which answers finished."""
-    busy = window(data.rows)
-    lines = []
-    if busy is not None:
-        width_s = bin_width_s(busy.wall_s)
-        bins = ((data.rows["finished_at"] - busy.first_at) // width_s).astype("int64").rename("bin")
-        tokens = data.rows["completion_tokens"].groupby([data.rows["server"], bins], observed=True)
-        sums = pd.DataFrame({"tokens": tokens.sum(), "rows": tokens.size()}).reset_index()
-        lines = [
-            {
-                "start_s": float(row["bin"] * width_s),
-                "width_s": float(width_s),
-                "server": str(row["server"]),
-                "completion_tok_per_s": float(row["tokens"] / width_s),
-                "rows_per_s": float(row["rows"] / width_s),
-            }
-            for row in sums.to_dict("records")
-        ]
-    note = "start_s counts from the first request; all tokens of an answer fall into the bin in which it finished."
-    return Table(name="throughput", title="Client rate over time", rows=lines, note=note)
+def examples(data: RunData) -> HTML:
+    """The drawn rows to read: prompt, thought, answer, and how the answer ended. Everything is escaped."""
+    page = "".join(map(_example, data.examples)) or "none yet"
+    return HTML(f'<div style="{FONT};max-width:960px">{page}</div>')
 
 
-def in_flight(data: RunData, points: int = 600) -> Table:
-    """Requests of finished rows in flight: mean per step of time, at most `points` steps."""
-    busy = window(data.rows)
-    lines = []
-    if busy is not None:
-        edges = np.linspace(busy.first_at, busy.last_at, points + 1)
-        starts, ends = data.rows["submitted_at"].to_numpy(), data.rows["finished_at"].to_numpy()
-        spent = _time_before(edges, starts) - _time_before(edges, ends)
-        means = np.diff(spent) / np.diff(edges)
-        lines = [
-            {"at_s": float(at - busy.first_at), "requests": float(mean)}
-            for at, mean in zip(edges[:-1], np.maximum(means, 0), strict=True)
-        ]
-    note = "at_s counts from the first request; requests that were lost or failed are not in it."
-    return Table(name="in_flight", title="Requests in flight over time", rows=lines, note=note)
+def _example(row: Mapping[str, Any]) -> str:
+    thought, answer = split_thought(row["text"])
+    said = [(str(message["role"]), message.get("content")) for message in row["messages"]]
+    said += [("thought", thought)] if thought else []
+    tokens = f"{text(row['prompt_tokens'])} + {text(row['completion_tokens'])} tokens"
+    ended = {"stop": "ended by itself", "length": "cut for length"}.get(row["finish_reason"], str(row["finish_reason"]))
+    facts = " · ".join((tokens, ended, f"{row['latency_s']:.1f} s", row["server"], *row["flags"]))
+    return (
+        "<div style='border:1px solid rgba(128,128,128,.35);border-radius:6px;margin:0 0 12px;padding:8px 12px'>"
+        "<div style='display:flex;flex-wrap:wrap;justify-content:space-between;gap:12px;margin-bottom:4px'>"
+        f"<span><b>{html.escape(str(row['id']))}</b> <span style='opacity:.7'>index {row['index']}</span></span>"
+        f"<span style='opacity:.7'>{html.escape(facts)}</span></div>"
+        f"{''.join(_said(role, words) for role, words in (*said, ('answer', answer)))}</div>"
+    )
 
 
-def _time_before(edges: Any, moments: Any) -> Any:
-    """For each edge, the sum of (edge - moment) over the moments before it: the integral of their count."""
-    ordered = np.sort(moments)
-    sums = np.concatenate([[0.0], np.cumsum(ordered - ordered[0])])
-    count = np.searchsorted(ordered, edges, side="right")
-    return count * (edges - ordered[0]) - sums[count]
+def _said(role: str, words: Any) -> str:
+    tint = {"answer": "rgba(0,114,178,.10)", "thought": "rgba(204,121,167,.12)"}.get(role, "rgba(128,128,128,.09)")
+    if isinstance(words, list):  # content in parts
+        words = "\n".join(str(part.get("text", part)) for part in words)
+    return (
+        f"<div style='background:{tint};border-radius:4px;padding:5px 9px;margin-top:5px'>"
+        f"<div style='font-size:11px;opacity:.7'>{html.escape(role)}</div>"
+        "<div style='white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow-y:auto'>"
+        f"{html.escape(words or '') or '<i>empty</i>'}</div></div>"
+    )
 
 
-def bin_width_s(wall_s: float) -> int:
-    """A round width in seconds that cuts `wall_s` into at most 40 bins, the last widths excepted."""
-    return next((width for width in _NICE_S if wall_s / width <= _BINS), _NICE_S[-1])
-
-
-def tables(data: RunData) -> list[Table]:
-    """Every table of the report, and the series behind its figures."""
-    makers = (
-        summary, per_server, finish_reasons, failures_by_kind, failures, flags, dropped, events, configurations,
-        throughput, in_flight,
-    )  # fmt: skip
-    return [make(data) for make in makers]
-
-
-def write(data: RunData) -> RunFolder:
-    """Write each table and each figure's series as CSV and JSON into the run's report/. Raises StorageError."""
-    data.folder.report.mkdir(parents=True, exist_ok=True)
-    for table in tables(data):
-        jsonl.write_atomic(data.folder.report / f"{table.name}.csv", table.to_csv().encode())
-        jsonl.write_atomic(data.folder.report / f"{table.name}.json", table.to_json().encode())
-    return data.folder
-
-
-def _mean(values: pd.Series[float]) -> float | None:
-    return float(values.mean()) if values.notna().any() else None
-
-
-def _outages(data: RunData, server: str | None = None) -> int:
-    downs = [event for event in data.events if event["event"] == "server_down"]
-    return sum(server is None or event.get("server") == server for event in downs)
-
-
-def _clock(at: float) -> str:
-    return str(pd.Timestamp(at, unit="s").strftime("%Y-%m-%d %H:%M:%S"))
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items() if value not in (None, {}, []))
+def split_thought(raw: str) -> tuple[str, str]:
+    """The thought and the answer of a raw generation. A thought that never ends is all thought."""
+    head, ended, rest = raw.partition("</think>")
+    if ended or raw.lstrip().startswith("<think>"):
+        return head.strip().removeprefix("<think>").strip(), rest.strip()
+    return "", raw.strip()

@@ -1,22 +1,21 @@
-"""Small tables for people and files: one HTML rendering, CSV and JSON, without pandas."""
+"""Small tables for people: plain values under a title, as escaped HTML, and numbers as people read them."""
 
 from __future__ import annotations
 
-import csv
 import html
-import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_FONT = "font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:13px;line-height:1.45"
-_LINE = "border-bottom:1px solid rgba(128,128,128,.25)"
-_CELL = f"padding:4px 14px 4px 0;vertical-align:top;white-space:normal;max-width:34em;{_LINE}"
+FONT = "font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:13px;line-height:1.45"
+_CELL = (
+    "padding:4px 14px 4px 0;vertical-align:top;white-space:normal;max-width:34em;"
+    "border-bottom:1px solid rgba(128,128,128,.25)"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Table:
     """Rows of plain values under a title; `note` says what they measure and over which window.
 
@@ -30,55 +29,30 @@ class Table:
     rows: Sequence[Mapping[str, Any]]
     note: str = ""
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Column names, in order."""
-        return tuple(self.rows[0]) if self.rows else ()
-
-    def to_csv(self) -> str:
-        """The raw values, one line per row."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self.columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return text.getvalue()
-
-    def to_json(self) -> str:
-        """Title, note and raw values."""
-        rows = [{key: _plain(value) for key, value in row.items()} for row in self.rows]
-        return json.dumps({"title": self.title, "note": self.note, "rows": rows}, indent=1, allow_nan=False) + "\n"
-
     def _repr_html_(self) -> str:
         head = f"<div style='font-weight:600;font-size:15px'>{html.escape(self.title)}</div>"
         note = f"<div style='opacity:.7;margin:2px 0 6px;max-width:60em'>{html.escape(self.note)}</div>"
         body = rows_html(self.rows) if self.rows else "<div style='opacity:.7'>none</div>"
-        return f'<div style="{_FONT};margin:6px 0 14px">{head}{note if self.note else ""}{body}</div>'
-
-    def __repr__(self) -> str:
-        return f"{self.title}: {len(self.rows)} row(s)"
+        return f'<div style="{FONT};margin:6px 0 14px">{head}{note if self.note else ""}{body}</div>'
 
 
 def rows_html(rows: Sequence[Mapping[str, Any]]) -> str:
-    """An HTML table of plain values, escaped; numbers are aligned to the right and grouped by thousands."""
-    columns = tuple(rows[0])
-    numeric = {column for column in columns if all(_is_number(row.get(column)) for row in rows)}
-    align = {column: "right" if column in numeric else "left" for column in columns}
-    head = "".join(
-        f"<th style='{_CELL};text-align:{align[column]};font-weight:600'>{html.escape(column)}</th>"
-        for column in columns
-    )
-    lines = [[_cell(row.get(column), align[column]) for column in columns] for row in rows]
-    body = "".join(f"<tr style='background:none'>{''.join(cells)}</tr>" for cells in lines)
+    """An HTML table of plain values, escaped; numbers are aligned to the right."""
+    numbers = {column for column in rows[0] if not any(isinstance(row.get(column), bool | str) for row in rows)}
+    align = {column: "right" if column in numbers else "left" for column in rows[0]}
+    head = "".join(_cell("th", column, side, "font-weight:600") for column, side in align.items())
+    lines = ["".join(_cell("td", row.get(column), side) for column, side in align.items()) for row in rows]
+    body = "".join(f"<tr style='background:none'>{line}</tr>" for line in lines)
     return (
-        f"<table style='border-collapse:collapse;margin:0;font-variant-numeric:tabular-nums'>"
+        "<table style='border-collapse:collapse;margin:0;font-variant-numeric:tabular-nums'>"
         f"<thead><tr style='background:none'>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
-def _cell(value: Any, align: str) -> str:
+def _cell(tag: str, value: Any, align: str, style: str = "") -> str:
     shown = text(value)
-    wrap = ";overflow-wrap:anywhere;min-width:14em" if len(shown) > 40 else ""
-    return f"<td style='{_CELL};text-align:{align}{wrap}'>{html.escape(shown)}</td>"
+    wrap = "overflow-wrap:anywhere;min-width:14em" if len(shown) > 40 else ""
+    return f"<{tag} style='{_CELL};text-align:{align};{style}{wrap}'>{html.escape(shown)}</{tag}>"
 
 
 def text(value: Any) -> str:
@@ -95,36 +69,18 @@ def text(value: Any) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as `45 s`, `3 min 05 s`, `2 h 07 min`, `3 d 4 h`; `-` when not known."""
+    """Seconds as `45 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`; `-` when not known."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit_s:
+            return f"{whole // unit_s} {unit} {whole % unit_s // part_s:02d} {part}"
+    return f"{whole} s"
 
 
 def size(count: float | None) -> str:
-    """Bytes in binary units."""
+    """Bytes in MiB or GiB."""
     if count is None:
         return "-"
-    for unit in ("bytes", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON knows; what is not finite is not known."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (str, int, float, bool, list, dict, type(None))) else str(value)
+    return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"

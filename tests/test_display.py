@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
-from dfexp import control, display, reading
+from dfexp import control, display
 from dfexp.errors import RunError, RunStopped
 from dfexp.layout import RunFolder
-from tests.finished_run import START, status
+from tests.finished_run import status
 
 # A process that behaves like a generating one: reports, obeys, and ends as the command says.
 RUN = """
@@ -58,6 +61,11 @@ def begin(folder: RunFolder, plan: str) -> subprocess.Popen[bytes]:
     return process
 
 
+def watch(folder: RunFolder) -> dict[str, Any]:
+    with display.interrupts() as seen:
+        return display.watch(folder, seen, interval_s=0.05)
+
+
 def interrupt_when(condition: str, folder: RunFolder) -> subprocess.Popen[bytes]:
     """Interrupts this process once the file `condition` in the run's folder exists, from outside, as a kernel is."""
     script = (
@@ -77,7 +85,7 @@ def interrupt_myself_and_wait() -> None:
 def test_watching_to_the_end_returns_the_final_status(folder: RunFolder) -> None:
     process = begin(folder, "ends")
     (folder.path / "go").touch()
-    assert display.watch(folder, interval_s=0.05)["done"] == 98
+    assert watch(folder)["done"] == 98
     assert process.wait(10) == 0
 
 
@@ -86,7 +94,7 @@ def test_an_interrupt_stops_the_run_and_says_how_to_resume(folder: RunFolder) ->
     before = signal.getsignal(signal.SIGINT)
     helper = interrupt_when("control", folder)
     with pytest.raises(RunStopped, match=r"60 of 100 done, 2 failed; 38 left.*Run this cell again to resume"):
-        display.watch(folder, interval_s=0.05)
+        watch(folder)
     assert (folder.path / "verbs").read_text().split() == [control.STOP]
     assert signal.getsignal(signal.SIGINT) is before
     assert (process.wait(10), helper.wait(10)) == (0, 0)
@@ -96,27 +104,27 @@ def test_a_second_interrupt_does_not_wait_for_answers(folder: RunFolder) -> None
     process = begin(folder, "needs two stops")
     helpers = [interrupt_when("control", folder), interrupt_when("verbs", folder)]
     with pytest.raises(RunStopped):
-        display.watch(folder, interval_s=0.05)
+        watch(folder)
     assert (folder.path / "verbs").read_text().split() == [control.STOP, control.STOP_NOW]
     assert [each.wait(10) for each in (process, *helpers)] == [0, 0, 0]
 
 
 def test_an_interrupt_while_the_run_starts_is_passed_on(folder: RunFolder) -> None:
-    with display.Interrupts() as interrupts:
+    with display.interrupts() as seen:
         os.kill(os.getpid(), signal.SIGINT)
-        assert control.wait_until(lambda: interrupts.count == 1, 10)
+        assert control.wait_until(lambda: len(seen) == 1, 10)
         process = begin(folder, "stops")
         with pytest.raises(RunStopped):
-            display.watch(folder, interrupts, interval_s=0.05)
+            display.watch(folder, seen, interval_s=0.05)
     assert (folder.path / "verbs").read_text().split() == [control.STOP]
     assert process.wait(10) == 0
 
 
 def test_the_third_interrupt_leaves(folder: RunFolder) -> None:
-    with display.Interrupts() as interrupts:
+    with display.interrupts() as seen:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        assert control.wait_until(lambda: interrupts.count == 2, 10)
+        assert control.wait_until(lambda: len(seen) == 2, 10)
         with pytest.raises(KeyboardInterrupt, match="Run the cell again"):
             interrupt_myself_and_wait()
 
@@ -127,7 +135,7 @@ def test_a_killed_run_is_reported_at_once(folder: RunFolder) -> None:
     process.wait()
     began = time.monotonic()
     with pytest.raises(RunError, match=r"gone without having stopped.*40 of 100 done.*again to resume"):
-        display.watch(folder, interval_s=0.05)
+        watch(folder)
     assert time.monotonic() - began < 5
 
 
@@ -135,7 +143,7 @@ def test_a_failed_run_gives_its_reason_and_its_log(folder: RunFolder) -> None:
     folder.control.mkdir(parents=True)
     control.write_status(folder, status("failed", reason="every server was given up"))
     with pytest.raises(RunError, match=r"every server was given up.*generate.log"):
-        display.watch(folder, interval_s=0.05)
+        watch(folder)
 
 
 def test_a_line_has_counts_rate_window_and_time_left() -> None:
@@ -163,36 +171,26 @@ def test_html_says_which_rate_over_which_window() -> None:
     assert "Failed:</b> refused 2" in page
 
 
+def test_one_display_is_updated_in_place(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = InteractiveShell.instance()
+    try:
+        with capture_output() as captured:
+            process = begin(folder, "ends")
+            control.wait_until(lambda: (folder.path / "go").touch() is None, 1)
+            watch(folder)
+        process.wait(10)
+    finally:
+        shell.clear_instance()
+    first, *later = captured.outputs
+    assert not first.update
+    assert later
+    assert {output.update for output in later} == {True}
+    assert {output.transient["display_id"] for output in captured.outputs} == {first.transient["display_id"]}
+
+
 def test_a_conclusion_tells_sessions_apart_and_how_to_stop_the_fleet() -> None:
     told = display.conclusion(status("ended", done=98), "demo")
     assert "98 of 100 rows are done" in told
     assert "10 of them in earlier sessions" in told
     assert "made 88 rows in 30 s" in told
     assert "dfexp fleet down demo" in told
-
-
-@pytest.mark.parametrize(
-    ("raw", "thought", "answer"),
-    [
-        ("<think>\nhm\n</think>\n\nyes", "hm", "yes"),
-        ("hm</think>yes", "hm", "yes"),
-        ("<think>never ends", "never ends", ""),
-        ("plain", "", "plain"),
-        ("", "", ""),
-    ],
-)
-def test_thought_and_answer(raw: str, thought: str, answer: str) -> None:
-    assert reading.split_thought(raw) == (thought, answer)
-
-
-def test_completions_are_escaped_and_complete() -> None:
-    row = {
-        "index": 3, "id": "<i>", "messages": [{"role": "user", "content": "<b>1 < 2</b>"}],
-        "text": "<think>&</think><hr>", "finish_reason": "length", "prompt_tokens": 4, "completion_tokens": None,
-        "latency_s": 1.25,
-        "server": "s", "flags": ["empty"], "submitted_at": START,
-    }  # fmt: skip
-    page = reading.Completions([row])._repr_html_()
-    for shown in ("&lt;i&gt;", "&lt;b&gt;1 &lt; 2&lt;/b&gt;", "&amp;", "&lt;hr&gt;", "cut for length", "empty"):
-        assert shown in page
-    assert "<hr>" not in page

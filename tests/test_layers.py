@@ -33,21 +33,18 @@ ORDER = (
     "fleet",
     "client",
     "generate",
-    "rundata",
     "tables",
     "report",
     "figures",
-    "reading",
     "planview",
     "display",
-    "notebook_child",
     "notebook",
     "cli",
 )
 MODULE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 60, 7_000
 
 # Programs of their own, whose standard output is what they are for.
-PRINTING = ("cli", "display", "notebook", "notebook_child", "engines")
+PRINTING = ("cli", "display", "notebook", "engines")
 
 
 def modules(package: Path) -> list[Path]:

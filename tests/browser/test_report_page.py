@@ -39,7 +39,7 @@ def test_the_report_is_whole_without_a_network(browser: Browser, tmp_path: Path)
     page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length > 0")
     assert [url for url in asked_for if not url.startswith(("file:", "data:", "blob:"))] == []
     assert errors == []
-    assert page.locator(".js-plotly-plot").count() == 5
+    assert page.locator(".js-plotly-plot").count() == 3
     for figure in page.locator(".js-plotly-plot").all():
         box = figure.bounding_box()
         assert box is not None
