@@ -43,7 +43,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    subprocess.run([*DFEXP, "fleet", "down", "small", "--force"], capture_output=True, check=False)
+    if (tmp_path / "outputs" / "fleets").exists():
+        subprocess.run([*DFEXP, "fleet", "down", "small", "--force"], capture_output=True, check=False)
     assert not processes_of(tmp_path), "a test left processes behind"
 
 

@@ -151,7 +151,7 @@ async def test_a_server_that_denies_in_mid_run_is_left_alone_until_it_serves_aga
 
     def script(body: dict[str, Any], n: int) -> Any:
         nonlocal denied
-        if n < 12 or denied >= 8:
+        if n < 12 or denied >= 7:
             return chat()
         denied += 1
         return error(404, "model is being swapped")
@@ -161,7 +161,7 @@ async def test_a_server_that_denies_in_mid_run_is_left_alone_until_it_serves_aga
         status = await project.end(folder)
         sent = Counter(question(b) for b in server.bodies if "question" in question(b))
     assert (status["state"], status["done"], status["failed"]) == ("ended", 60, 0)
-    assert sum(sent.values()) < 60 + 8
+    assert sum(sent.values()) < 60 + 7
 
 
 async def test_kill_9_loses_nothing_that_was_reported_and_resume_completes(project: Project) -> None:
