@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import dfexp
 from dfexp import control, display, fleet, generate, notebook, params, prompts
@@ -47,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
 def resume(args: argparse.Namespace) -> int:
     """`dfexp resume RUN`: the same for a run that was begun, with its frozen prompts."""
     folder, root = _run_folder(args.run), project_root()
-    tree: dict[str, Any] = generate.read_spec(folder).model_dump()
-    for override in args.set:
-        tree = params.merge(tree, params.parse_override(override))
+    tree = params.overlay(generate.read_spec(folder).model_dump(), args.set)
     spec = params.validate(tree, str(folder.run_json))
     if generate.run_folder(spec, root).path.resolve() != folder.path.resolve():
         raise RunError(
@@ -64,8 +61,7 @@ def resume(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """`dfexp report RUN`: 04_report alone, also for a run that is going on."""
     folder = _run_folder(args.run)
-    made = notebook.execute("04_report", generate.read_spec(folder), folder, project_root())
-    print(made.html)
+    print(notebook.execute("04_report", generate.read_spec(folder), folder, project_root()))
     return EXIT_OK
 
 

@@ -15,7 +15,7 @@ from dfexp.errors import ControlError, RunError, RunStopped
 from dfexp.fleet import Fleet, ServerStatus
 from dfexp.layout import RunFolder
 from dfexp.records import Answer, ServerLimits
-from dfexp.tables import FONT, Table, duration, rows_html, size, text
+from dfexp.tables import FONT, Table, duration, rows_html, text
 
 _COLORS = {"ended": "#009E73", "failed": "#D55E00", "stopped": "#E69F00"}
 
@@ -32,9 +32,7 @@ def interrupts() -> Iterator[list[int]]:
     def count(number: int, frame: object) -> None:
         seen.append(number)
         if len(seen) > 2:
-            raise KeyboardInterrupt(
-                "left before the run had stopped; it goes on stopping. Run the cell again to watch."
-            )
+            raise KeyboardInterrupt("the run goes on stopping. Run the cell again to watch.")
 
     before = signal.signal(signal.SIGINT, count)
     try:
@@ -51,11 +49,11 @@ def watch(folder: RunFolder, seen: Sequence[int], *, interval_s: float = 1.0) ->
     Raises RunStopped when the run was stopped, by whomever, and RunError when it failed or its process was killed.
     """
     handle, passed_on = DisplayHandle(), 0
-    handle.display(_bundle(None), raw=True)
+    handle.display({"text/plain": line(None), "text/html": html(None)}, raw=True)
     while True:
         running = control.living_process(folder) is not None  # asked first: a process writes its end, then goes
         status = control.read_status(folder)
-        handle.update(_bundle(status), raw=True)
+        handle.update({"text/plain": line(status), "text/html": html(status)}, raw=True)
         if not running or (status is not None and status["state"] in control.FINAL_STATES):
             return _conclude(folder, status)
         for verb in (control.STOP, control.STOP_NOW)[passed_on : len(seen)]:
@@ -63,10 +61,6 @@ def watch(folder: RunFolder, seen: Sequence[int], *, interval_s: float = 1.0) ->
                 control.send(folder, verb, reason="the notebook was interrupted")
             passed_on += 1
         control.wait_until(lambda known=passed_on: len(seen) > known, interval_s, step_s=0.1)  # type: ignore[misc]
-
-
-def _bundle(status: Mapping[str, Any] | None) -> dict[str, str]:
-    return {"text/plain": line(status), "text/html": html(status)}
 
 
 def _conclude(folder: RunFolder, status: dict[str, Any] | None) -> dict[str, Any]:
@@ -140,12 +134,12 @@ def _bar(status: Mapping[str, Any]) -> str:
 def _facts(status: Mapping[str, Any]) -> str:
     """Rates while there are any, and the time: each with its window and what it counts."""
     window, going = f"client, last {status['window_s']:.0f} s", status["state"] in ("running", "draining")
-    left, mean = status["eta_s"], status["mean_completion_tokens"]
+    mean = status["mean_completion_tokens"]
     facts = (
         (going, text(float(status["tok_per_s"])), f"completion tokens/s<br>{window}"),
         (going, text(float(status["rows_per_s"])), f"completions/s<br>{window}"),
         (going, text(status["in_flight"]), "requests<br>in flight"),
-        (status["state"] == "running", duration(left), "left, at the rate<br>since the start"),
+        (status["state"] == "running", duration(status["eta_s"]), "left, at the rate<br>since the start"),
         (mean is not None, text(mean), "completion tokens<br>mean, finished rows"),
         (True, duration(status["at"] - status["started_at"]), "since this<br>session began"),
     )
@@ -184,18 +178,12 @@ def servers(fleet: Fleet, statuses: Sequence[ServerStatus]) -> Table:
     logs = {server.name: server.log for server in fleet.servers}
     rows = [
         {
-            "server": status.name,
-            "state": status.state,
-            "detail": status.detail or "-",
-            "url": status.url,
-            "pid": str(status.pid or "-"),
-            "memory now": size(status.rss_bytes),
-            "log": logs.get(status.name) or "-",
+            "server": status.name, "state": status.state, "detail": status.detail or "-", "url": status.url,
+            "pid": str(status.pid or "-"), "log": logs.get(status.name) or "-",
         }
         for status in statuses
-    ]
-    note = "As each server says itself; memory is what its processes hold in RAM now."
-    return Table(name="servers", title=f"Fleet {fleet.name}", rows=rows, note=note)
+    ]  # fmt: skip
+    return Table(name="servers", title=f"Fleet {fleet.name}", rows=rows)
 
 
 def fleet_conclusion(fleet: Fleet, statuses: Sequence[ServerStatus], launched: bool) -> str:
@@ -203,55 +191,47 @@ def fleet_conclusion(fleet: Fleet, statuses: Sequence[ServerStatus], launched: b
     ready = sum(status.state == "ready" for status in statuses)
     how = "launched now" if launched else "already running, attached to"
     return (
-        f"**{ready} of {len(statuses)} servers are ready** ({how}; fleet `{fleet.name}`)."
-        f"\n\nThe fleet outlives this notebook. Stop it with `dfexp fleet down {fleet.name}`; `dfexp run` stops by"
-        " itself the fleet that it started."
+        f"**{ready} of {len(statuses)} servers are ready** ({how}). The fleet outlives this notebook: stop it with"
+        f" `dfexp fleet down {fleet.name}`; `dfexp run` stops by itself the fleet that it started."
     )
 
 
 def limits(statuses: Sequence[ServerStatus]) -> Table:
-    """What each server says of its room, in requests and tokens, and the memory that this implies."""
+    """What each server says of its room, and the memory that this implies."""
     rows = []
     for status in statuses:
         said = status.limits or ServerLimits()
-        parts = said.state_bytes or {}
-        rows.append(
-            {
-                "server": status.name,
-                "model": said.model or "-",
-                "engine": said.engine_version or "-",
-                "requests at once": said.max_running_requests,
-                "tokens per request": said.context_length,
-                "tokens, all requests": said.max_total_num_tokens,
-                "memory implied": " + ".join(f"{part} {size(count)}" for part, count in parts.items()) or "-",
-                "in RAM now": size(status.rss_bytes),
-            }
-        )
+        parts = [f"{part} {count / 2**20:,.0f}" for part, count in (said.state_bytes or {}).items()]
+        row = {
+            "server": status.name, "model": said.model or "-", "engine": said.engine_version or "-",
+            "requests at once": said.max_running_requests, "tokens per request": said.context_length,
+            "tokens, all requests": said.max_total_num_tokens, "memory implied (MiB)": " + ".join(parts) or "-",
+            "RAM now (MiB)": None if status.rss_bytes is None else round(status.rss_bytes / 2**20),
+        }  # fmt: skip
+        rows.append(row)
     note = (
-        "requests at once: decoded together, the rest waits in the server. tokens per request: prompt and answer"
-        " together. tokens, all requests: the KV pool. memory implied: computed from the model and the limits. in RAM"
-        " now: measured, shared pages included. A dash is what the engine does not say."
+        "requests at once: decoded together, the rest waits. tokens per request: prompt and answer. tokens, all"
+        " requests: the KV pool. memory implied: computed from model and limits. RAM now: measured, with shared pages."
+        " A dash is what the engine does not say."
     )
     return Table(name="limits", title="Limits and memory", rows=rows, note=note)
 
 
 def room_conclusion(answer: Answer, statuses: Sequence[ServerStatus]) -> str:
-    """What the fleet can hold together, and what one measured request says, as Markdown."""
-    slots = [status.limits.max_running_requests if status.limits else None for status in statuses]
-    known = [slot for slot in slots if slot is not None]
-    together = sum(known) if len(known) == len(slots) else None
-    told = f"{len(slots)} servers decode **{text(together or 'an unknown number of')} requests at once**."
+    """What one measured request says of the fleet, as Markdown."""
     if not answer.completion_tokens:
-        return f"{told}\n\nThe server did not count the tokens of the probe, so there is no estimate."
+        return "The server did not count the tokens of the probe, so there is no estimate."
     alone = answer.completion_tokens / answer.latency_s
-    told += (
-        f"\n\n**Probe:** one request alone, {answer.completion_tokens:,} completion tokens in {answer.latency_s:.1f} s:"
-        f" **{text(alone)} completion tokens/s**, prompt and HTTP included."
+    measured = (
+        f"**One request alone: {text(alone)} completion tokens/s** ({answer.completion_tokens:,} tokens in"
+        f" {answer.latency_s:.1f} s, prompt and HTTP included)."
     )
-    if together is None:
-        return told
+    slots = [status.limits.max_running_requests for status in statuses if status.limits]
+    if None in slots:
+        return measured
+    together = sum(slot or 0 for slot in slots)
     return (
-        f"{told} {together:,} such requests at once would make {text(alone * together)} completion tokens/s: a bound"
-        " that no fleet reaches, because requests share the processor and the memory's bandwidth. 04_report has the"
-        " rate that a run had."
+        f"{measured} **{together:,} at once**, as many as the servers decode, would make {text(alone * together)}: a"
+        " bound that no fleet reaches, because requests share the processor and the memory's bandwidth. 04_report has"
+        " the rate that a run had."
     )

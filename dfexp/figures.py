@@ -10,7 +10,6 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from dfexp import report
-from dfexp.report import RunData
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#3B3B3B")
 """After Okabe and Ito; their yellow and black are left out for contrast on white."""
@@ -55,42 +54,38 @@ class PlotlyScript:
         return f"<script>window.PlotlyConfig = {{MathJaxConfig: 'local'}};</script><script>{get_plotlyjs()}</script>"
 
 
-def throughput(data: RunData) -> Chart:
+def throughput(data: report.RunData) -> Chart:
     """Completion tokens/s over time, stacked by server."""
     series = report.throughput(data)
     width_s = float(series["width_s"].max()) if len(series) else 1.0
-    unit_s, unit = _time_unit(series["start_s"].max())
+    unit_s, x = _time_axis(series["start_s"].max())
     figure = go.Figure(layout={"barmode": "stack", "legend": {"traceorder": "normal"}})
     for server, part in series.groupby("server"):
         middle, y = part["start_s"] + width_s / 2, part["completion_tok_per_s"]
         figure.add_bar(x=middle / unit_s, y=y, width=width_s / unit_s, name=str(server))
     subtitle = f"Client rate: tokens of the answers that finished within each {width_s:g} s, divided by {width_s:g} s"
-    x = f"time since the first request ({unit})"
     return finish(figure, _source(data), "Throughput over time", subtitle, x, "completion tokens/s")
 
 
-def in_flight(data: RunData) -> Chart:
+def in_flight(data: report.RunData) -> Chart:
     """Requests in flight over time, against what the servers decode at once."""
     series = report.in_flight(data)
-    unit_s, unit = _time_unit(series["at_s"].max())
-    line = {"shape": "hv", "width": 1.8}
-    fill = {"fill": "tozeroy", "fillcolor": "rgba(0,114,178,0.12)"}
-    figure = go.Figure(go.Scatter(x=series["at_s"] / unit_s, y=series["requests"], line=line, **fill))
+    unit_s, x = _time_axis(series["at_s"].max())
+    style = {"line": {"shape": "hv", "width": 1.8}, "fill": "tozeroy", "fillcolor": "rgba(0,114,178,0.12)"}
+    figure = go.Figure(go.Scatter(x=series["at_s"] / unit_s, y=series["requests"], **style))
     slots = [server.get("cap") for server in (data.status or {}).get("servers", ())]
     if slots and None not in slots:
         words = {"text": f"the servers decode {sum(slots):,} at once", "yanchor": "bottom"}
         figure.add_hline(y=sum(slots), line={"dash": "dash", "color": "#444"}, annotation=words)
     subtitle = "Sent and not yet answered, finished rows only, mean per step; above the line they wait in a server"
-    x = f"time since the first request ({unit})"
     return finish(figure, _source(data), "Requests in flight", subtitle, x, "requests")
 
 
-def lengths(data: RunData) -> Chart:
+def lengths(data: report.RunData) -> Chart:
     """How long answers are, and which were cut."""
-    rows = data.rows.dropna(subset=["completion_tokens"])
-    limit = data.run["spec"]["generation"].get("max_tokens")
-    cut = limit if isinstance(limit, int) else 0
-    top = max(1.0, float(rows["completion_tokens"].max() if len(rows) else 1))
+    rows, limit = data.rows.dropna(subset=["completion_tokens"]), data.run["spec"]["generation"].get("max_tokens")
+    cut = limit if isinstance(limit, int) else 0  # 0: all the room that the prompt left
+    top = float(rows["completion_tokens"].max()) if len(rows) else 1.0
     width = _bin_size(top)
     first = (cut + 0.5) % width - width  # max_tokens ends a bin, so that cut answers stand before its mark
     edges = np.arange(first, top + 0.5 + width, width)
@@ -99,31 +94,20 @@ def lengths(data: RunData) -> Chart:
         color, name = _REASONS.get(str(reason), (PALETTE[6], str(reason)))
         counts, _ = np.histogram(part["completion_tokens"], edges)
         figure.add_bar(
-            x=(edges[:-1] + edges[1:]) / 2, y=counts, width=width, name=f"{name}: {len(part):,}",
-            marker={"color": color, "line": {"color": "white", "width": 1}},
-            hovertemplate=f"%{{x}} tokens, bins of {width:g}: %{{y:,}} rows",
-        )  # fmt: skip
+            x=(edges[:-1] + edges[1:]) / 2, y=counts, width=width, name=f"{name}: {len(part):,}", marker_color=color
+        )
     if cut:
         words = {"text": f"max_tokens {cut:,}", "xanchor": "right", "yanchor": "bottom"}
         figure.add_vline(x=cut + 0.5, line={"dash": "dash", "color": "#444"}, annotation=words)
-    figure.update_layout(barmode="stack")
-    figure.update_xaxes(range=[0, float(edges[-1]) + width / 2])
-    subtitle = "Finished rows by completion tokens, as the servers count them" + (
-        "" if cut else "; each answer had all the room that its prompt left"
-    )
+    figure.update_layout(barmode="stack", xaxis_range=[0, edges[-1] + width / 2])
+    subtitle = "Finished rows by completion tokens, as the servers count them"
     return finish(figure, _source(data), "Answer lengths", subtitle, "completion tokens", "rows")
 
 
 def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y: str) -> Chart:
     """Title, axes, legend and source line, in the one style of all figures."""
-    figure.update_layout(
-        template={"layout": _LAYOUT},
-        title={"text": title, "subtitle": {"text": subtitle}},
-        xaxis={"title": {"text": x}},
-        yaxis={"title": {"text": y}},
-        legend={"title": {"text": ""}},
-        showlegend=len(figure.data) > 1,
-    )
+    words = {"title": {"text": title, "subtitle": {"text": subtitle}}, "xaxis_title_text": x, "yaxis_title_text": y}
+    figure.update_layout(template={"layout": _LAYOUT}, showlegend=len(figure.data) > 1, **words)
     figure.add_annotation(
         text=source, xref="paper", yref="paper", x=0, y=0, yshift=-62, xanchor="left", yanchor="top", showarrow=False,
         font={"size": 11, "color": "#777"},
@@ -131,18 +115,18 @@ def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y:
     return Chart(figure)
 
 
-def _source(data: RunData) -> str:
+def _source(data: report.RunData) -> str:
     still = f", run unfinished ({data.asked - data.missing:,} of {data.asked:,})" if data.missing else ""
     return f"Source: outputs of run {data.folder.name}, {len(data.rows):,} completions{still}"
 
 
-def _time_unit(span_s: float) -> tuple[float, str]:
-    """Seconds up to ten minutes, minutes up to ten hours, then hours."""
-    return (3600.0, "h") if span_s > 36_000 else (60.0, "min") if span_s > 600 else (1.0, "s")
+def _time_axis(span_s: float) -> tuple[float, str]:
+    """A unit in seconds, and the axis' title: seconds up to ten minutes, minutes up to ten hours, then hours."""
+    unit_s, unit = (3600.0, "h") if span_s > 36_000 else (60.0, "min") if span_s > 600 else (1.0, "s")
+    return unit_s, f"time since the first request ({unit})"
 
 
-def _bin_size(top: float) -> float:
+def _bin_size(top: float) -> int:
     """A round number of tokens that makes some 30 bins."""
-    raw = max(1.0, top / 30)
-    power = 10 ** np.floor(np.log10(raw))
-    return float(next(step * power for step in (1, 2, 5, 10) if step * power >= raw))
+    round_numbers = (step * 10**power for power in range(9) for step in (1, 2, 5))
+    return next(int(number) for number in round_numbers if top / number <= 30)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from threading import Thread
@@ -19,13 +17,9 @@ import nbformat
 from dfexp import errors, fleet, params
 from dfexp.errors import NotebookError, ParamsError, RunStopped
 from dfexp.layout import FleetFolder, RunFolder, project_root
-from dfexp.params import RunSpec
 from dfexp.params_errors import shown
 
-NAMES = ("params", *params.PARAMETERS)
-"""What the parameters cell of every notebook may assign."""
-
-_GRACE_S = 30.0  # for a notebook to end once its kernel is killed
+NAMES = ("params", *params.PARAMETERS)  # what the parameters cell of every notebook may assign
 _STYLE = """
 <style>
 body.jp-Notebook { max-width: 1040px; margin: 0 auto; padding: 16px 20px 60px; }
@@ -38,13 +32,12 @@ body.jp-Notebook { max-width: 1040px; margin: 0 auto; padding: 16px 20px 60px; }
 """
 
 
-def spec(namespace: Mapping[str, Any]) -> RunSpec:
+def spec(namespace: Mapping[str, Any]) -> params.RunSpec:
     """The run that a notebook's parameters describe; call it as `notebook.spec(globals())`.
 
     The file that `params` names, with what the parameters cell and papermill set laid over it. Where papermill handed
     over a whole run (`-f params/x.yaml`: fleet and prompts, and no `params`), that stands alone. Names are read from
-    the cells themselves, because papermill only warns about a name that the notebook does not have. Raises ParamsError
-    that lists every mistake.
+    the cells: papermill only warns about those that the notebook does not have. Raises ParamsError with all mistakes.
     """
     written, injected = _assigned_names(namespace.get("In", ()))
     wrong = [_unknown(name, namespace.get(name)) for name in dict.fromkeys(written + injected) if name not in NAMES]
@@ -53,20 +46,19 @@ def spec(namespace: Mapping[str, Any]) -> RunSpec:
     given = {name: namespace[name] for name in params.PARAMETERS if namespace.get(name) not in (None, {}, "")}
     if {"fleet", "prompts"} <= set(injected) and "params" not in injected:
         handed = {name: value for name, value in given.items() if name in injected}
-        return params.validate(handed, "the parameters handed to this notebook")
-    file = namespace.get("params")
-    if not file:
-        return params.validate(given, "the parameters of this notebook")
+        return params.validate(handed, "the run handed to this notebook (fleet and prompts without params)")
+    file = namespace.get("params") or ""
     if not isinstance(file, str):
         raise ParamsError(f"params = {file!r} is not the path of a parameter file, such as 'params/demo.yaml'.")
+    if not file:
+        return params.validate(given, "the parameters of this notebook")
     source = f"{file} with {', '.join(given)} set in the notebook" if given else file
     return params.validate(params.merge(params.read_yaml(project_root() / file), given), source)
 
 
 def _assigned_names(cells: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names that the last parameters cell assigned, and those of the cell that papermill put after it."""
-    written: list[str] = []
-    injected: list[str] = []
+    written, injected = list[str](), list[str]()
     for source in cells:
         try:
             nodes = list(ast.walk(ast.parse(source)))
@@ -99,42 +91,34 @@ def find(name: str, root: Path) -> Path:
     raise NotebookError(f"there is no notebook {name!r}: none of {', '.join(map(str, places))} exists.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Executed:
-    """Where an executed notebook and its HTML are."""
-
-    notebook: Path
-    html: Path
-
-
 def execute(
-    name: str, spec: RunSpec, folder: RunFolder, root: Path, *, tick: Callable[[], None] | None = None
-) -> Executed:
-    """Run a notebook unattended with `spec` as its parameters, in `root`, and export its HTML.
+    name: str, spec: params.RunSpec, folder: RunFolder, root: Path, *, tick: Callable[[], object] = lambda: None
+) -> Path:
+    """Run a notebook unattended with `spec` as its parameters, in `root`; returns its HTML, beside the executed copy.
 
-    The executed copy and the HTML are written to the run's notebooks/ also when a cell fails or the kernel dies. No
-    signal handler of this process is touched; `tick` is called about once a second in the calling thread, and when it
-    raises, the kernel is killed. Raises NotebookError, and RunStopped where a cell raised it.
+    Both are written to the run's notebooks/ also when a cell fails or the kernel dies. No signal handler of this
+    process is touched; `tick` is called about once a second in the calling thread, and when it raises, the kernel is
+    killed. Raises NotebookError, and RunStopped where a cell raised it.
     """
     notebook = nbformat.read(find(name, root), as_version=4)
     _inject(notebook, spec)
-    made = Executed(notebook=folder.notebooks / f"{name}.ipynb", html=folder.notebooks / f"{name}.html")
+    page = folder.notebooks / f"{name}.html"
     folder.notebooks.mkdir(parents=True, exist_ok=True)
-    with made.notebook.with_suffix(".log").open("wb") as log:
+    with page.with_suffix(".log").open("wb") as log:
         execution = _Execution(notebook, root, log)
         try:
             execution.wait(tick)
         finally:
             execution.kill()
-            _write(notebook, made, FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name))
+            _write(notebook, page, FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name))
     if execution.error == "RunStopped":
         raise RunStopped(execution.message)
     if execution.error:
-        raise NotebookError(f"{name}.ipynb, {execution.message} More is in {made.html}")
-    return made
+        raise NotebookError(f"{name}.ipynb, {execution.message} More is in {page}")
+    return page
 
 
-def _inject(notebook: Any, spec: RunSpec) -> None:
+def _inject(notebook: Any, spec: params.RunSpec) -> None:
     """Put the whole run into a cell after the parameters cell, as papermill would."""
     lines = [f"{name} = {value!r}" for name, value in spec.model_dump(mode="json").items()]
     cell = nbformat.v4.new_code_cell("\n".join(("# Parameters", *lines)), metadata={"tags": ["injected-parameters"]})
@@ -143,22 +127,17 @@ def _inject(notebook: Any, spec: RunSpec) -> None:
 
 
 class _Execution:
-    """A notebook that runs in a kernel, attended by a thread of its own.
+    """A notebook that runs in a kernel, attended by a thread of its own; `error` and `message` say what ended it.
 
     The thread keeps nbclient away from the signal handlers of this process. A kernel ends by itself within seconds
     when its parent, this process, is gone.
-
-    Attributes:
-        error: name of the exception that ended it, if one did.
-        message: what happened, in a sentence or two.
     """
 
     def __init__(self, notebook: Any, root: Path, log: BinaryIO) -> None:
         from nbclient import NotebookClient  # takes seconds, and a kernel that asks for its spec does not need it
 
-        self.error, self.message = "", ""
-        self._cell: Any = None
-        self._number = 0
+        self.error, self.message, self._number = "", "", 0
+        self._cell = nbformat.v4.new_code_cell("the start")  # until the first one begins
         self._client = NotebookClient(
             notebook,
             resources={"metadata": {"path": str(root)}},
@@ -169,20 +148,18 @@ class _Execution:
         )
         self._thread = Thread(target=self._run, args=(log,), daemon=True)
 
-    def wait(self, tick: Callable[[], None] | None) -> None:
+    def wait(self, tick: Callable[[], object]) -> None:
         """Run it to its end."""
         self._thread.start()
         while self._thread.is_alive():
             self._thread.join(1.0)
-            if tick is not None:
-                tick()
+            tick()
 
     def kill(self) -> None:
         """End it if it still runs; a kernel that is only starting is killed once it is there."""
-        deadline = time.monotonic() + _GRACE_S
-        while self._thread.is_alive() and time.monotonic() < deadline:
+        for _ in range(60):  # half a minute, then it is left to its daemon thread
             process = getattr(getattr(self._client.km, "provisioner", None), "process", None)
-            if process is not None:
+            if self._thread.is_alive() and process is not None:
                 process.kill()
             self._thread.join(0.5)
 
@@ -198,19 +175,14 @@ class _Execution:
             own = isinstance(getattr(errors, error.ename, None), type)  # says what happened and what to do
             self._fails(error.ename, error.evalue if own else f"{error.ename}: {error.evalue}.")
         except DeadKernelError:
-            self._fails(
-                "DeadKernelError",
-                "the kernel died: it was killed, or there was no memory left. Rows reported done are on disk; run the"
-                " notebook again to go on.",
-            )
+            again = "Rows reported done are on disk; run the notebook again to go on."
+            self._fails("DeadKernelError", f"the kernel died: it was killed, or out of memory. {again}")
         except Exception as error:  # whatever breaks in nbclient, the caller hears of it and the page shows it
             self._fails(type(error).__name__, f"{type(error).__name__}: {error}")
 
     def _fails(self, name: str, message: str) -> None:
         """Keep why it ended, and show it in the cell that ran if that does not say so itself."""
         self.error, self.message = name, message
-        if self._cell is None:
-            return
         if all(output.output_type != "error" for output in self._cell.outputs):
             told = nbformat.v4.new_output("error", ename=name, evalue=message, traceback=[f"{name}: {message}"])
             self._cell.outputs.append(told)
@@ -219,23 +191,24 @@ class _Execution:
             self.message = f"cell [{self._number}] `{lines[-1].strip()[:80]}`: {message}"
 
 
-def _write(notebook: Any, made: Executed, folder: FleetFolder) -> None:
+def _write(notebook: Any, page: Path, folder: FleetFolder) -> None:
     """The executed copy, without the fleet's key, wherever a traceback or a reply may have put it; and its page."""
     text = nbformat.writes(notebook)
     with suppress(errors.FleetError):  # no fleet, or none whose key can be known here
         key = fleet.attach(folder).key
         text = text.replace(key, "(hidden)") if len(key) >= 8 else text
-    made.notebook.write_text(text, encoding="utf-8")
-    made.html.write_text(_page(text), encoding="utf-8")
+    page.with_suffix(".ipynb").write_text(text, encoding="utf-8")
+    page.write_text(_html(text), encoding="utf-8")
 
 
-def _page(text: str) -> str:
+def _html(text: str) -> str:
     """An executed notebook as one page that opens without a network: code hidden, nothing loaded from anywhere."""
     from nbconvert import HTMLExporter
 
-    urls = ("mathjax", "require_js", "jquery", "mermaid_js", "mermaid_layout_elk_js")
-    nothing_loaded = {**{f"{name}_url": "" for name in urls}, "widget_renderer_url": ""}
+    urls = ("mathjax", "require_js", "jquery", "widget_renderer", "mermaid_js", "mermaid_layout_elk_js")
     hidden = dict.fromkeys(("exclude_input", "exclude_input_prompt", "exclude_output_prompt"), True)
-    page, _ = HTMLExporter(**hidden, **nothing_loaded).from_notebook_node(nbformat.reads(text, as_version=4))
+    page, _ = HTMLExporter(**hidden, **{f"{name}_url": "" for name in urls}).from_notebook_node(
+        nbformat.reads(text, as_version=4)
+    )
     page = re.sub(r'<script src="">\s*</script>', "", page)  # what an empty URL leaves of nbconvert's tags
     return str(page.replace("</head>", _STYLE + "</head>", 1))

@@ -143,9 +143,7 @@ PARAMETERS = tuple(RunSpec.model_fields)
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     """Read and validate a parameter file, `group.key=value` overrides on top. Raises ParamsError with every mistake."""
-    tree = read_yaml(path)
-    for override in overrides:
-        tree = merge(tree, parse_override(override))
+    tree = overlay(read_yaml(path), overrides)
     changed = ", ".join(text.partition("=")[0].strip() for text in overrides)
     return validate(tree, f"{path} with --set {changed}" if changed else str(path))
 
@@ -185,12 +183,26 @@ def _parse(text: str, source: str) -> Any:
         raise ParamsError(f"{source}{where}: not valid YAML: {problem}.") from None
 
 
+def overlay(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`group.key=value` overrides laid over `base`, in whatever order they come. Raises ParamsError."""
+    top: dict[str, Any] = {}
+    for override in overrides:
+        top = merge(top, parse_override(override))
+    return merge(base, top)
+
+
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`top` laid over `base`: mappings key by key, everything else replaced. Neither argument is changed."""
+    """`top` laid over `base`: mappings key by key, everything else replaced. Neither argument is changed.
+
+    A fleet of another engine replaces the whole group: the keys of one engine mean nothing to another.
+    """
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            is_another = {"engine"} <= old.keys() & value.keys() and old["engine"] != value["engine"]
+            merged[key] = dict(value) if is_another else merge(old, value)
     return merged
 
 

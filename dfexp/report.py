@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from heapq import nsmallest
 from itertools import islice
 from typing import Any
 
@@ -35,30 +35,23 @@ class RunData:
 
     Attributes:
         run: run.json.
+        asked, missing: rows that the run is to make; those neither done nor failed yet.
         status: what the generating process said last; None if it never said anything.
         rows: one line per completion, without texts; counts that a server did not give are NaN, never zero.
-        busy_s: time in which at least one request of `rows` was in flight; 0 without rows.
+        busy_s: time in which at least one request of `rows` was in flight; NaN without rows.
         examples: whole rows, drawn at random, by index.
     """
 
     folder: RunFolder
     run: Mapping[str, Any]
+    asked: int
+    missing: int
     status: Mapping[str, Any] | None
     rows: pd.DataFrame
     busy_s: float
     failures: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     examples: Sequence[Mapping[str, Any]]
-
-    @property
-    def asked(self) -> int:
-        """Rows that the run is to make."""
-        return int(self.run["prompts"]["asked"])
-
-    @property
-    def missing(self) -> int:
-        """Rows that are neither done nor failed yet."""
-        return self.asked - len(self.rows) - len(self.failures)
 
 
 def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
@@ -71,26 +64,21 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
     except FileNotFoundError:
         raise RunError(f"{folder.path} holds no run yet: run 03_generate first, or correct `run`.") from None
 
-    def lot(row: Mapping[str, Any]) -> bytes:
-        return hashlib.blake2b(f"{seed}:{row['index']}".encode(), digest_size=8).digest()
-
     reader = shards.read_rows(folder.completions)
     pieces, drawn = [_without_texts([])], list[dict[str, Any]]()
     while chunk := list(islice(reader, _CHUNK)):
         pieces.append(_without_texts(chunk))
-        drawn = heapq.nsmallest(examples, [*drawn, *chunk], key=lot)
+        drawn = nsmallest(
+            examples, [*drawn, *chunk], key=lambda row: blake2b(f"{seed}:{row['index']}".encode()).digest()
+        )
     rows = pd.concat(pieces, ignore_index=True).astype(dict.fromkeys(("server", "config_id", "flags"), "category"))
     rows["finished_at"] = rows["submitted_at"] + rows["latency_s"]
+    failed, asked = list(shards.read_failures(folder.completions)), int(run["prompts"]["asked"])
     return RunData(
-        folder=folder,
-        run=run,
-        status=control.read_status(folder),
-        rows=rows,
-        busy_s=_busy_s(rows),
-        failures=tuple(shards.read_failures(folder.completions)),
-        events=tuple(jsonl.read_log(folder.events)),
+        folder=folder, run=run, asked=asked, missing=asked - len(rows) - len(failed), rows=rows, busy_s=_busy_s(rows),
+        status=control.read_status(folder), failures=failed, events=list(jsonl.read_log(folder.events)),
         examples=sorted(drawn, key=lambda row: int(row["index"])),
-    )
+    )  # fmt: skip
 
 
 def _without_texts(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -99,50 +87,41 @@ def _without_texts(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _busy_s(rows: pd.DataFrame) -> float:
-    if rows.empty:
-        return 0.0
     times = rows[["submitted_at", "finished_at"]].sort_values("submitted_at")
     ends = times["finished_at"].cummax()
     pauses_s = (times["submitted_at"] - ends.shift()).clip(lower=0).sum()
-    return float(ends.iloc[-1] - times["submitted_at"].iloc[0] - pauses_s)
+    return float(ends.max() - times["submitted_at"].min() - pauses_s)
 
 
 def summary(data: RunData, title: str | None = None) -> Table:
     """The run in a few numbers, each with its unit and what it measures."""
     rows, tokens = data.rows, data.rows["completion_tokens"]
-    cut = int((rows["finish_reason"] == "length").sum())
+    ended, latency = rows["finish_reason"].value_counts(), rows["latency_s"]
+    wall_s = float(rows["finished_at"].max() - rows["submitted_at"].min())
     short = "; biased short while longer answers are still in flight" if data.missing else ""
+    over = f"finished rows, over the {duration(data.busy_s)} in which a request was in flight"
+    outages = sum(event["event"] == "server_down" for event in data.events)
     lines: list[tuple[str, Any, str, str]] = [
         ("asked", data.asked, "rows", "prompts frozen for this run"),
         ("done", len(rows), "rows", "completions on disk"),
         ("failed", len(data.failures), "rows", "will not succeed; kinds and the servers' words below"),
         ("missing", data.missing, "rows", "neither done nor failed yet"),
-        ("ended by itself", int((rows["finish_reason"] == "stop").sum()), "rows", "finish reason stop, of rows done"),
-        ("cut", cut, "rows", "finish reason length, of rows done: max_tokens or the context was reached"),
+        ("ended by itself", int(ended.get("stop", 0)), "rows", "finish reason stop"),
+        ("cut", int(ended.get("length", 0)), "rows", "finish reason length: max_tokens or the context was reached"),
         ("prompt tokens, mean", float(rows["prompt_tokens"].mean()), "tokens", _COUNTED),
         ("completion tokens, mean", float(tokens.mean()), "tokens", _COUNTED + short),
         ("completion tokens", int(tokens.sum()), "tokens", "sum over rows done"),
-    ]
-    if len(rows):
-        over = f"finished rows, over the {duration(data.busy_s)} in which a request was in flight"
-        wall_s = float(rows["finished_at"].max() - rows["submitted_at"].min())
-        latency = rows["latency_s"]
-        lines += [
-            ("wall time", wall_s, "s", "first request sent to last answer received, pauses between sessions included"),
-            ("busy time", data.busy_s, "s", "the part of it with at least one request of a finished row in flight"),
-            ("client rate", float(tokens.sum()) / data.busy_s, "completion tokens/s", over),
-            ("client rate, rows", len(rows) / data.busy_s, "completions/s", over),
-            ("in flight, mean", float(latency.sum()) / data.busy_s, "requests", f"sum of latencies of {over}"),
-            ("latency, median", float(latency.median()), "s", "sent to last byte, queueing in the server included"),
-            ("latency, 95th percentile", float(latency.quantile(0.95)), "s", "as above"),
-        ]
-    outages = sum(event["event"] == "server_down" for event in data.events)
-    lines += [
+        ("wall time", wall_s, "s", "first request sent to last answer received, pauses between sessions included"),
+        ("busy time", data.busy_s, "s", "the part of it with at least one request of a finished row in flight"),
+        ("client rate", float(tokens.sum()) / data.busy_s, "completion tokens/s", over),
+        ("client rate, rows", len(rows) / data.busy_s, "completions/s", over),
+        ("in flight, mean", float(latency.sum()) / data.busy_s, "requests", f"sum of latencies of {over}"),
+        ("latency, median", float(latency.median()), "s", "sent to last byte, queueing in the server included"),
+        ("latency, 95th percentile", float(latency.quantile(0.95)), "s", "as above"),
         ("rows sent more than once", int((rows["attempt"] > 1).sum()), "rows", "done at a later attempt"),
         ("server outages", outages, "", "a server died or stopped answering, by events.jsonl"),
     ]
-    columns = ("what", "value", "unit", "how it is measured")
-    table = [dict(zip(columns, line, strict=True)) for line in lines]
+    table = [dict(zip(("what", "value", "unit", "how it is measured"), line, strict=True)) for line in lines]
     note = "The run is not finished: this is what there is now." if data.missing else ""
     return Table(name="summary", title=title or f"Run {data.folder.name}", rows=table, note=note)
 
@@ -153,7 +132,6 @@ def per_server(data: RunData) -> Table:
         {
             "server": str(server),
             "rows": len(rows),
-            "share of rows": f"{len(rows) / len(data.rows):.1%}",
             "cut for length": f"{(rows['finish_reason'] == 'length').mean():.1%}",
             "completion tokens": int(rows["completion_tokens"].sum()),
             "completion tokens/s": float(rows["completion_tokens"].sum() / data.busy_s),
@@ -212,8 +190,7 @@ def configurations(data: RunData) -> Table:
         {
             "config": config_id,
             "rows": int((data.rows["config_id"] == config_id).sum()),
-            "engine": " ".join(str(config.get(key) or "") for key in ("engine", "engine_version")),
-            "model": config.get("model"),
+            "made with": _pairs({key: config.get(key) for key in ("engine", "engine_version", "model")}),
             "sampling": _pairs(config.get("sampling")),
             "fleet": _pairs(config.get("fleet")),
         }
@@ -228,9 +205,7 @@ def _pairs(values: Mapping[str, Any] | None) -> str:
 
 
 def throughput(data: RunData) -> pd.DataFrame:
-    """Client rates per server and bin of `width_s`, by the time at which answers finished; `start_s` since the first
-    request.
-    """
+    """Client rates per server and bin, by when answers finished; `start_s` and `width_s` since the first request."""
     rows, began = data.rows, data.rows["submitted_at"].min()
     wall_s = rows["finished_at"].max() - began
     width_s = next((width for width in _NICE_S if wall_s / width <= 40), _NICE_S[-1])
@@ -244,23 +219,18 @@ def in_flight(data: RunData, steps: int = 600) -> pd.DataFrame:
     if data.rows.empty:
         return pd.DataFrame({"at_s": [], "requests": []})
     sent, answered = data.rows["submitted_at"].to_numpy(), data.rows["finished_at"].to_numpy()
+    times = np.concatenate([sent, answered])
+    order = np.argsort(times)
+    level = np.cumsum(np.repeat([1, -1], len(sent))[order])
+    request_s = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(times[order]))])  # spent until each moment
     edges = np.linspace(sent.min(), answered.max(), steps + 1)
-    means = np.diff(_time_since(sent, edges) - _time_since(answered, edges)) / np.diff(edges)
-    return pd.DataFrame({"at_s": edges[:-1] - edges[0], "requests": means.clip(0)})
-
-
-def _time_since(moments: Any, edges: Any) -> Any:
-    """For each edge, the sum of (edge - moment) over the moments before it: the integral of their count."""
-    ordered = np.sort(moments) - edges[0]
-    sums = np.concatenate([[0.0], np.cumsum(ordered)])
-    count = np.searchsorted(ordered, edges - edges[0], side="right")
-    return count * (edges - edges[0]) - sums[count]
+    means = np.diff(np.interp(edges, times[order], request_s)) / np.diff(edges)
+    return pd.DataFrame({"at_s": edges[:-1] - edges[0], "requests": means})
 
 
 def write(data: RunData) -> list[Table]:
     """Leave each table, and the series behind the figures over time, as CSV and JSON in the run's report/."""
-    makers = (summary, per_server, failures, flags, dropped, events, configurations)
-    tables = [make(data) for make in makers]
+    tables = [make(data) for make in (summary, per_server, failures, flags, dropped, events, configurations)]
     frames = {table.name: pd.DataFrame(list(table.rows), dtype=object) for table in tables}
     data.folder.report.mkdir(parents=True, exist_ok=True)
     for name, frame in {**frames, "throughput": throughput(data), "in_flight": in_flight(data)}.items():
@@ -271,22 +241,15 @@ def write(data: RunData) -> list[Table]:
 
 def conclusion(data: RunData) -> str:
     """What the run came to, as Markdown."""
-    rows, missing = data.rows, data.missing
-    parts = [
-        f"**{len(rows):,} of {data.asked:,} rows are done, {len(data.failures):,} failed, {missing:,} are missing.**"
-    ]
-    if len(rows):
-        cut = int((rows["finish_reason"] == "length").sum())
-        parts.append(
-            f"They took {duration(data.busy_s)} with requests in flight:"
-            f" **{text(float(rows['completion_tokens'].sum()) / data.busy_s)} completion tokens/s** at the client over"
-            f" that time, {float(rows['latency_s'].sum()) / data.busy_s:.1f} requests in flight on average."
-            f" {cut:,} answers ({cut / len(rows):.0%}) were cut for length."
-        )
-    if missing:
-        parts.append("Run 03_generate again to go on.")
-    parts.append(f"The tables and the series behind the figures are in `{data.folder.report}`.")
-    return " ".join(parts)
+    rows, again = data.rows, " Run 03_generate again to go on." if data.missing else ""
+    counts = (
+        f"{len(rows):,} of {data.asked:,} rows are done, {len(data.failures):,} failed, {data.missing:,} are missing"
+    )
+    rate = text(float(rows["completion_tokens"].sum()) / data.busy_s)
+    return (
+        f"**{counts}.**{again} In the {duration(data.busy_s)} with requests in flight the client got **{rate}"
+        f" completion tokens/s**. The tables and the series behind the figures are in `{data.folder.report}`."
+    )
 
 
 def examples(data: RunData) -> HTML:
@@ -297,8 +260,8 @@ def examples(data: RunData) -> HTML:
 
 def _example(row: Mapping[str, Any]) -> str:
     thought, answer = split_thought(row["text"])
-    said = [(str(message["role"]), message.get("content")) for message in row["messages"]]
-    said += [("thought", thought)] if thought else []
+    said = [(message["role"], message.get("content")) for message in row["messages"]]
+    said += [("thought", thought), ("answer", answer)] if thought else [("answer", answer)]
     tokens = f"{text(row['prompt_tokens'])} + {text(row['completion_tokens'])} tokens"
     ended = {"stop": "ended by itself", "length": "cut for length"}.get(row["finish_reason"], str(row["finish_reason"]))
     facts = " · ".join((tokens, ended, f"{row['latency_s']:.1f} s", row["server"], *row["flags"]))
@@ -307,7 +270,7 @@ def _example(row: Mapping[str, Any]) -> str:
         "<div style='display:flex;flex-wrap:wrap;justify-content:space-between;gap:12px;margin-bottom:4px'>"
         f"<span><b>{html.escape(str(row['id']))}</b> <span style='opacity:.7'>index {row['index']}</span></span>"
         f"<span style='opacity:.7'>{html.escape(facts)}</span></div>"
-        f"{''.join(_said(role, words) for role, words in (*said, ('answer', answer)))}</div>"
+        f"{''.join(_said(role, words) for role, words in said)}</div>"
     )
 
 

@@ -17,11 +17,9 @@ _CELL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Table:
-    """Rows of plain values under a title; `note` says what they measure and over which window.
+    """Rows under a title; `note` says what they measure and over which window; `name` is that of its files.
 
-    Attributes:
-        name: of its files.
-        rows: one mapping per row; the keys of the first are the columns, units included.
+    Each row maps columns, which name their units, to plain values; the first row has all columns.
     """
 
     name: str
@@ -38,15 +36,12 @@ class Table:
 
 def rows_html(rows: Sequence[Mapping[str, Any]]) -> str:
     """An HTML table of plain values, escaped; numbers are aligned to the right."""
-    numbers = {column for column in rows[0] if not any(isinstance(row.get(column), bool | str) for row in rows)}
-    align = {column: "right" if column in numbers else "left" for column in rows[0]}
+    words = {column for column in rows[0] if any(isinstance(row.get(column), str) for row in rows)}
+    align = {column: "left" if column in words else "right" for column in rows[0]}
     head = "".join(_cell("th", column, side, "font-weight:600") for column, side in align.items())
-    lines = ["".join(_cell("td", row.get(column), side) for column, side in align.items()) for row in rows]
+    lines = [head, *("".join(_cell("td", row.get(column), side) for column, side in align.items()) for row in rows)]
     body = "".join(f"<tr style='background:none'>{line}</tr>" for line in lines)
-    return (
-        "<table style='border-collapse:collapse;margin:0;font-variant-numeric:tabular-nums'>"
-        f"<thead><tr style='background:none'>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
+    return f"<table style='border-collapse:collapse;margin:0;font-variant-numeric:tabular-nums'>{body}</table>"
 
 
 def _cell(tag: str, value: Any, align: str, style: str = "") -> str:
@@ -59,8 +54,6 @@ def text(value: Any) -> str:
     """A value as people read it: thousands grouped, floats to what matters, `-` for what is not known."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
@@ -77,10 +70,3 @@ def duration(seconds: float | None) -> str:
         if whole >= unit_s:
             return f"{whole // unit_s} {unit} {whole % unit_s // part_s:02d} {part}"
     return f"{whole} s"
-
-
-def size(count: float | None) -> str:
-    """Bytes in MiB or GiB."""
-    if count is None:
-        return "-"
-    return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"

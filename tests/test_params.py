@@ -399,3 +399,19 @@ def test_any_tree_gives_a_spec_or_a_params_error(tree: dict[str, Any], key: str,
 def test_read_yaml_takes_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(b"\xef\xbb\xbfrun: r\r\n")
     assert read_yaml(tmp_path / "x.yaml") == {"run": "r"}
+
+
+# ------------------------------------------------------------------------------------------- another engine
+@pytest.mark.parametrize("first", [0, 1])
+def test_another_engine_on_top_takes_nothing_from_the_first(tmp_path: Path, first: int) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("run: x\nfleet: {engine: llamacpp, servers: 2, threads: 3}\nprompts: {path: p.jsonl}\n")
+    overrides = ["fleet.engine=external", "fleet.urls=['http://127.0.0.1:9']"]
+    spec = load(path, [overrides[first], overrides[1 - first]])
+    assert spec.fleet.model_dump(exclude_defaults=True) == {"engine": "external", "urls": ["http://127.0.0.1:9"]}
+
+
+def test_the_same_engine_on_top_keeps_the_other_keys() -> None:
+    base = {"fleet": {"engine": "llamacpp", "servers": 2}}
+    assert merge(base, {"fleet": {"engine": "llamacpp", "threads": 1}})["fleet"]["servers"] == 2
+    assert merge(base, {"fleet": {"threads": 1}})["fleet"]["servers"] == 2

@@ -35,7 +35,7 @@ def test_the_report_is_whole_without_a_network(browser: Browser, tmp_path: Path)
     errors: list[str] = []
     page.on("request", lambda request: asked_for.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(made.html.as_uri())
+    page.goto(made.as_uri())
     page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length > 0")
     assert [url for url in asked_for if not url.startswith(("file:", "data:", "blob:"))] == []
     assert errors == []

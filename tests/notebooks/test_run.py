@@ -42,18 +42,18 @@ def folder(root: Path) -> RunFolder:
     return RunFolder(root / "outputs" / "demo")
 
 
-def run(root: Path, folder: RunFolder, name: str, tick: Callable[[], None] | None = None) -> notebook.Executed:
+def run(root: Path, folder: RunFolder, name: str, tick: Callable[[], object] = lambda: None) -> Path:
     return notebook.execute(name, demo_spec(root), folder, root, tick=tick)
 
 
 def test_the_whole_run_reaches_the_notebook_in_the_project_root(root: Path, folder: RunFolder) -> None:
     write_notebook(root, "n", SPEC, "import os\nprint(os.getcwd())")
     made = run(root, folder, "n")
-    spec, cwd = printed(made.notebook).splitlines()
+    spec, cwd = printed(made.with_suffix(".ipynb")).splitlines()
     assert json.loads(spec) == demo_spec(root).model_dump(mode="json")
     assert cwd == str(root)
     assert json.loads((root / "notebooks" / "n.ipynb").read_text())["cells"][1]["outputs"] == []
-    assert loaded_from_elsewhere(made.html.read_text()) == []
+    assert loaded_from_elsewhere(made.read_text()) == []
 
 
 def test_an_error_of_ours_is_told_in_its_own_words_and_kept_without_the_key(
@@ -90,6 +90,15 @@ def test_a_notebook_that_is_not_there(root: Path, folder: RunFolder) -> None:
         run(root, folder, "05_more")
 
 
+def test_the_shipped_notebooks_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert notebook.find("04_report", tmp_path) == NOTEBOOKS / "04_report.ipynb"
+    own = tmp_path / "notebooks" / "04_report.ipynb"
+    own.parent.mkdir()
+    own.touch()
+    assert notebook.find("04_report", tmp_path) == own
+
+
 @pytest.mark.slow
 def test_a_killed_kernel_is_reported_within_seconds(root: Path, folder: RunFolder) -> None:
     write_notebook(
@@ -106,7 +115,7 @@ def test_a_killed_kernel_is_reported_within_seconds(root: Path, folder: RunFolde
 @pytest.mark.slow
 def test_a_flood_of_output_is_kept_and_does_not_fail(root: Path, folder: RunFolder) -> None:
     write_notebook(root, "n", "print('\\n'.join('x' * 99 for _ in range(200_000)))\nfor i in range(20_000): print(i)")
-    lines = printed(run(root, folder, "n").notebook).splitlines()
+    lines = printed(run(root, folder, "n").with_suffix(".ipynb")).splitlines()
     assert len(lines) == 220_000
     assert lines[-1] == "19999"
 
@@ -132,7 +141,7 @@ def test_the_callers_signal_handlers_stay_in_charge(root: Path, folder: RunFolde
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [signal.SIGINT]
-    assert printed(made.notebook) == "done\n"
+    assert printed(made.with_suffix(".ipynb")) == "done\n"
 
 
 @pytest.mark.slow
@@ -228,7 +237,7 @@ def test_the_report_opens_offline_with_each_figure_once(root: Path) -> None:
     folder = write_run(root, rows, [failure(60)])
     (root / "notebooks" / "04_report.ipynb").write_text((NOTEBOOKS / "04_report.ipynb").read_text())
     made = notebook.execute("04_report", demo_spec(root), folder, root)
-    page = made.html.read_text()
+    page = made.read_text()
     assert loaded_from_elsewhere(page) == []
     assert page.count('class="plotly-graph-div"') == 3
     assert page.count("* plotly.js v") == 1

@@ -62,6 +62,11 @@ def test_a_group_given_in_part_is_merged_over_the_file() -> None:
     assert (spec.run, spec.generation.max_tokens, spec.generation.temperature) == ("demo", 9, 0.5)
 
 
+def test_another_engine_takes_nothing_from_the_file() -> None:
+    cell = parameters_cell().replace("fleet = {}", 'fleet = {"engine": "external", "urls": ["http://127.0.0.1:9"]}')
+    assert notebook.spec(kernel(cell)).fleet.engine == "external"
+
+
 def test_a_whole_run_stands_alone() -> None:
     spec = notebook.spec(kernel(parameters_cell(), WHOLE))
     assert (spec.run, spec.generation.max_tokens, spec.generation.temperature) == ("handed", 7, None)
