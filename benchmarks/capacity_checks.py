@@ -13,72 +13,62 @@ from pathlib import Path
 from typing import Any
 
 from dfexp.capacity import check
-from dfexp.capacity.startup_log import Startup, read_startup
+from dfexp.capacity.startup_log import FIRST, LAST, Startup, read_startup
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "capacity"
 
 
 def summary(startup: Startup) -> str:
     """What was read, in one line; a dash is a line that is not in the log."""
-    state, kv = startup.state_pool, startup.kv_pool
-    parts = {
-        "pre": startup.pre_gib,
-        "post": startup.post_gib,
-        "slots": startup.max_mamba_cache_size,
-        "conv": state and state.conv_gib,
-        "ssm": state and state.ssm_gib,
-        "tokens": kv and kv.tokens,
-        "K": kv and kv.k_gib,
-        "V": kv and kv.v_gib,
-        "total": startup.max_total_num_tokens,
-        "cap": startup.max_running_requests,
-        "free": startup.available_gpu_mem_gib,
-    }
-    shown = "  ".join(f"{name} {'-' if value is None else value}" for name, value in parts.items())
-    pools = f"  ({len(startup.kv_pools)} KV pools)" if len(startup.kv_pools) > 1 else ""
-    return f"{shown}{pools}{'  error: ' + startup.errors[-1][:80] if startup.errors else ''}"
+    names = {
+        "pre": "load_begin_gib", "post": "load_end_gib", "slots": "max_mamba_cache_size", "conv": "conv_gib",
+        "ssm": "ssm_gib", "tokens": "kv_tokens", "K": "k_gib", "V": "v_gib", "total": "max_total_num_tokens",
+        "cap": "max_running_requests", "free": "available_gpu_mem_gib",
+    }  # fmt: skip
+    values = {short: startup.get(name) for short, name in names.items()}
+    shown = "  ".join(f"{short} {'-' if value is None else f'{value:.10g}'}" for short, value in values.items())
+    return f"{shown}{'  error: ' + startup.errors[-1][:80] if startup.errors else ''}"
+
+
+RECORDED = {
+    "load_weight_begin.avail_mem_gb": "load_begin_gib",
+    "load_weight_end.avail_mem_gb": "load_end_gib",
+    "load_weight_end.mem_usage_gb": "weights_gib",
+    "memory_pool_end.avail_mem_gb": "pool_end_gib",
+    "cuda_graph_mem_usage_gb": "graph_gib",
+    "avail_after_graph_gb": "after_graph_gib",
+    "total_rest_memory_gb": "failed_rest_gib",
+    "mamba_cache_per_req_mb": "failed_slot_mib",
+    "conv_state_gb": "conv_gib",
+    "ssm_state_gb": "ssm_gib",
+    "intermediate_ssm_state_cache_gb": "intermediate_ssm_gib",
+    "intermediate_conv_window_cache_gb": "intermediate_conv_gib",
+    "kv_tokens": "kv_tokens",
+    "k_size_gb": "k_gib",
+    "v_size_gb": "v_gib",
+    "kv_size_gb": "kv_gib",
+    "available_gpu_mem_gb": "available_gpu_mem_gib",
+    "full_layer_tokens": "full_tokens",
+    "swa_layer_tokens": "sliding_tokens",
+}
+"""What the cases call a value, and the field of the reader."""
+INSTEAD = {
+    "max_mamba_cache_size": ("failed_slots", "max_mamba_cache_size", "capped_slots"),
+    "max_running_requests": ("max_running_requests", "capped_requests"),
+    "max_running_requests_effective": ("max_running_requests", "capped_requests"),
+}
+"""Values that stand in several lines: the first that is there."""
 
 
 def recorded(case: dict[str, Any], startup: Startup) -> list[tuple[str, Any, Any]]:
     """What a case records of its own lines, and what the reader found, field by field."""
-    logged = case["logged"]
-    state, kv, failed = startup.state_pool, startup.kv_pool, startup.failed_state_pool
-    found = {
-        "load_weight_begin.avail_mem_gb": startup.load_begin_gib,
-        "load_weight_end.avail_mem_gb": startup.load_end_gib,
-        "load_weight_end.mem_usage_gb": startup.weights_gib,
-        "memory_pool_end.avail_mem_gb": {rank: values[0] for rank, values in startup.pool_end_gib.items()},
-        "cuda_graph_mem_usage_gb": {rank: values[-1] for rank, values in startup.graph_gib.items()},
-        "avail_after_graph_gb": startup.after_graph_gib,
-        "max_mamba_cache_size": failed[0] if failed else startup.max_mamba_cache_size,
-        "total_rest_memory_gb": failed and failed[1],
-        "mamba_cache_per_req_mb": failed and failed[2],
-        "conv_state_gb": state and state.conv_gib,
-        "ssm_state_gb": state and state.ssm_gib,
-        "intermediate_ssm_state_cache_gb": state and state.intermediate_ssm_gib,
-        "intermediate_conv_window_cache_gb": state and state.intermediate_conv_gib,
-        "kv_tokens": kv and kv.tokens,
-        "k_size_gb": kv and kv.k_gib,
-        "v_size_gb": kv and kv.v_gib,
-        "kv_size_gb": kv and kv.kv_gib,
-        "max_total_num_tokens": startup.max_total_num_tokens,
-        "max_running_requests": startup.max_running_requests,
-        "chunked_prefill_size": startup.chunked_prefill_size,
-        "max_prefill_tokens": startup.max_prefill_tokens,
-        "context_len": startup.context_len,
-        "available_gpu_mem_gb": startup.available_gpu_mem_gib,
-        "full_layer_tokens": startup.swa and startup.swa[0],
-        "swa_layer_tokens": startup.swa and startup.swa[1],
-        "max_running_requests_effective": startup.max_running_requests,
-    }
     compared = []
-    for name, value in logged.items():
-        if name not in found or value is None or isinstance(value, str):
+    for name, value in case["logged"].items():
+        fields = INSTEAD.get(name, (RECORDED.get(name, name),))
+        if not {*fields} <= FIRST.keys() | LAST.keys() or value is None or isinstance(value, str):
             continue
-        got = found[name]
-        if isinstance(got, dict) and not isinstance(value, dict):
-            got = min(got.values(), default=None)
-        compared.append((name, value, got))
+        got = next((startup.get(field) for field in fields if startup.get(field) is not None), None)
+        compared.append((name, value, startup.values.get(fields[0], {}) if isinstance(value, dict) else got))
     return compared
 
 
@@ -93,9 +83,12 @@ def main() -> int:
     print("\nLines quoted in public reports, field by field:")
     for line in (DATA / "cases.jsonl").read_text(encoding="utf-8").split("\n"):
         case = json.loads(line) if line.strip() else {"raw_lines": []}
-        for name, value, got in recorded(case, read_startup(case["raw_lines"])) if case["raw_lines"] else ():
-            print(f"  {case['id']:<42} {name:<36} recorded {value!s:<34} read {'-' if got is None else got}")
-    return report.status
+        if not case["raw_lines"]:
+            continue
+        for name, value, got in recorded(case, read_startup(case["raw_lines"])):
+            read = f"{got:.10g}" if isinstance(got, float) else got or "-"
+            print(f"  {case['id']:<42} {name:<36} recorded {value!s:<34} read {read}")
+    return check.status(report)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,12 @@ from pathlib import Path
 
 import yaml
 
-from dfexp.capacity.efficiency import UNMEASURED
-from dfexp.capacity.explain import explain_cap
-from dfexp.capacity.memory import plan_memory
-from dfexp.capacity.plan_command import table
+from dfexp.capacity.memory import explain_cap
+from dfexp.capacity.plan_command import Prepared, prepare, table
 from dfexp.capacity.planner import Setting, make_plan
-from dfexp.capacity.spec import Prepared, prepare
-from dfexp.capacity.throughput import Sample, calibrate, predict
+from dfexp.capacity.throughput import Sample, calibrate
 from dfexp.capacity.workload import early_figures
+from dfexp.hardware import UNMEASURED
 from dfexp.params_plan import PlanGroup
 
 PARAMS = Path(__file__).resolve().parent.parent / "params" / "expansion_v1.yaml"
@@ -29,7 +27,7 @@ PARAMS = Path(__file__).resolve().parent.parent / "params" / "expansion_v1.yaml"
 
 def main() -> None:
     """Print sizes, rates, usages, what explains the caps, and the plan."""
-    prepared = prepare(PlanGroup.model_validate(yaml.safe_load(PARAMS.read_text())["plan"]))
+    prepared = prepare(PlanGroup.model_validate(yaml.safe_load(PARAMS.read_text())["plan"]), [])
     before, after = prepared.variants["before"], prepared.variants["after"]
     prepared = _calibrated(prepared, before)
     before, after = (replace(part, efficiency=prepared.setting.efficiency) for part in (before, after))
@@ -45,7 +43,7 @@ def main() -> None:
 
 def _calibrated(prepared: Prepared, before: Setting) -> Prepared:
     """One efficiency, from the first setting: 32 requests, 0.205 of its KV tokens used, 670 tok/s."""
-    tokens = plan_memory(before.server.shape, before.server.flags, before.rules, before.free).max_total_num_tokens
+    tokens = before.memory().max_total_num_tokens
     sample = Sample(running=32, context=0.205 * tokens / 32, tok_per_s=670)
     found = calibrate(before.server, before.workload, [sample], UNMEASURED, provenance="fitted on the first setting")
     return replace(prepared, setting=replace(prepared.setting, efficiency=found))
@@ -55,8 +53,8 @@ def _sizes(before: Setting, after: Setting) -> None:
     print(f"{'':<26}{'before':>10}{'seen':>10}{'after':>10}{'seen':>12}")
     rows: dict[str, list[str]] = {}
     for part in (before, after):
-        memory = plan_memory(part.server.shape, part.server.flags, part.rules, part.free)
-        got = predict(part.server, memory, part.efficiency, part.workload, concurrency=part.concurrency)
+        memory = part.memory()
+        got = part.predict(memory, part.concurrency)
         for name, value in {
             "state slots": f"{memory.max_mamba_cache_size}",
             "max_running_requests": f"{memory.max_running_requests}",
@@ -80,9 +78,10 @@ def _sizes(before: Setting, after: Setting) -> None:
 def _early(after: Setting) -> None:
     """The second setting's counters at 480 s, from lengths fitted on the first."""
     completion = after.workload.completion
-    later = early_figures(completion, 1180 / 64 * 480)
+    generated = 1180 / 64 * 480
+    completions, in_flight = early_figures(completion, generated)
     print(f"\ncompletions: {completion.label}, mean {completion.mean:,.0f} (the counter said 2,473 so far)")
-    print(f"after, at 480 s: {later.completions * 512:,.0f} completions of mean {later.mean_completion:,.0f}"
+    print(f"after, at 480 s: {completions * 512:,.0f} completions of mean {(generated - in_flight) / completions:,.0f}"
           " predicted, 1,397 of mean 2,660 seen")  # fmt: skip
 
 
@@ -96,7 +95,7 @@ def _explain(part: Setting, *, cap: int, slots_in_use: int, usage: float) -> Non
         slots_in_use=slots_in_use,
         mamba_usage=usage,
     )
-    fits = [f"{item.mem_fraction_static} with {item.mamba_ssm_dtype} states" for item in found if item.fits]
+    fits = [f"{fraction} with {dtype} states" for fraction, dtype in found]
     print(f"a cap of {cap} with {slots_in_use} slots at usage {usage} means a fraction of {', '.join(fits) or 'none'}")
 
 

@@ -11,16 +11,14 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from dfexp.capacity.cost import Efficiency, Server
-from dfexp.capacity.efficiency import UNMEASURED
-from dfexp.capacity.flags import Flags
+from dfexp.capacity.cost import Server
+from dfexp.capacity.flags import Flags, rules
 from dfexp.capacity.memory import Free, MemoryPlan, plan_memory
-from dfexp.capacity.sources import load_model
+from dfexp.capacity.models import load_model
+from dfexp.capacity.shape import GIB
 from dfexp.capacity.throughput import Sample, calibrate, predict
-from dfexp.capacity.units import GiB, from_mib, to_gib
-from dfexp.capacity.versions import rules
 from dfexp.capacity.workload import Workload, constant
-from dfexp.hardware import find_gpu
+from dfexp.hardware import UNMEASURED, Efficiency, find_gpu
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "capacity" / "throughput.csv"
 WORKLOAD = Workload(prompt=constant(8192), completion=constant(1024), max_tokens=1024, shared_prefix_share=0.0)
@@ -93,8 +91,7 @@ def _server(row: dict[str, str]) -> tuple[Server, MemoryPlan]:
     model = load_model(row["model"], weight_dtype="fp8" if row["weights"] == "fp8" else "bfloat16")
     gpu = find_gpu(row["gpu"])
     flags = Flags(mem_fraction_static=float(row["mem_fraction_static"]))
-    pre = from_mib(gpu.free_mib)
-    free = Free(pre=pre, post=GiB(pre - to_gib(model.weights_bytes)))
+    free = Free(pre_gib=gpu.free_gib, post_gib=gpu.free_gib - model.weights_bytes / GIB)
     server = Server(shape=model.shape, weight_dtype=model.weight_dtype, gpu=gpu, flags=flags)
     return server, plan_memory(model.shape, flags, rules("0.5.16"), free)
 

@@ -7,6 +7,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Tokens = Annotated[float, Field(gt=0, le=10_000_000)]
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+FlagValues = dict[str, bool | int | float | str]
 
 
 class PlanPart(BaseModel):
@@ -18,11 +21,11 @@ class PlanPart(BaseModel):
 class EarlyPart(PlanPart):
     """What a client's counters showed early, over all servers together."""
 
-    completions: int = Field(ge=1, description="completions so far")
+    completions: Count = Field(description="completions so far")
     mean_tokens: Tokens = Field(description="their mean length")
-    after_s: float = Field(gt=0, description="seconds since the start")
-    in_flight: int = Field(ge=1, description="requests in flight, all servers together")
-    tok_per_s: float = Field(gt=0, description="decode rate of all servers together")
+    after_s: Positive = Field(description="seconds since the start")
+    in_flight: Count = Field(description="requests in flight, all servers together")
+    tok_per_s: Positive = Field(description="decode rate of all servers together")
 
 
 class LengthPart(PlanPart):
@@ -36,54 +39,52 @@ class LengthPart(PlanPart):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        spread = (self.p95 is not None) + (self.sigma is not None)
-        ways = [self.tokens is not None, self.median is not None, self.early is not None]
-        if sum(ways) != 1 or spread != (1 if self.median is not None else 0):
+        given = self.model_dump(exclude_none=True).keys()
+        if given not in ({"tokens"}, {"median", "p95"}, {"median", "sigma"}, {"early"}):
             raise ValueError("give tokens, or median with p95 or sigma, or early: exactly one of the three")
+        if self.p95 is not None and self.median is not None and self.p95 < self.median:
+            raise ValueError(f"the 95th percentile {self.p95} is below the median {self.median}")
         return self
 
 
 class SamplePart(PlanPart):
     """A steady state that a server was seen in; the efficiency is fitted on it."""
 
-    running: float = Field(gt=0, description="requests running on one server")
-    tok_per_s: float = Field(gt=0, description="decode tok/s of that server (gen_throughput)")
+    running: Positive = Field(description="requests running on one server")
+    tok_per_s: Positive = Field(description="decode tok/s of that server (gen_throughput)")
     context: Tokens | None = Field(None, description="mean tokens per running request; default: the workload's")
 
 
 class VariantPart(PlanPart):
     """One set of flags to show beside the others."""
 
-    flags: dict[str, bool | int | float | str] = Field(description="SGLang flags, _ for -")
-    concurrency: int | None = Field(None, ge=1, description="requests that the client keeps at each server")
-    measured_tok_per_s: float | None = Field(None, gt=0, description="decode tok/s per server that was seen")
+    flags: FlagValues = Field(description="SGLang flags, _ for -")
+    concurrency: Count | None = Field(None, description="requests that the client keeps at each server")
+    measured_tok_per_s: Positive | None = Field(None, description="decode tok/s per server that was seen")
 
 
 class PlanGroup(PlanPart):
     """What the capacity model needs to know of a run on SGLang."""
 
     model: str = Field(description="path of a model's folder or config.json, or a name in the shipped table")
-    weights_gib: float | None = Field(None, gt=0, description="all weights of one copy, where known better")
+    weights_gib: Positive | None = Field(None, description="all weights of one copy, where known better")
     weight_dtype: Literal["bfloat16", "fp8"] | None = Field(None, description="default: the checkpoint's")
     gpu: str = Field(description="kind of GPU, such as rtx-pro-6000")
-    servers: int = Field(1, ge=1, description="independent servers; each has flags.tp_size GPUs")
+    servers: Count = Field(1, description="independent servers; each has flags.tp_size GPUs")
     sglang_version: str = Field("0.5.12", description="version that will run; sizing rules and flag names follow it")
-    free_gib: float | None = Field(None, gt=0, description="measured memory free before loading, per GPU")
-    free_after_load_gib: float | None = Field(None, gt=0, description="the same after loading the weights")
-    available_gpu_mem_gib: float | None = Field(
-        None, ge=0, description="measured available_gpu_mem of this GPU, model and chunk size; allows a higher fraction"
+    free_gib: Positive | None = Field(None, description="measured memory free before loading, per GPU")
+    free_after_load_gib: Positive | None = Field(None, description="the same after loading the weights")
+    available_gpu_mem_gib: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="measured available_gpu_mem of this GPU, model and chunk size; allows a higher fraction"
     )
-    flags: dict[str, bool | int | float | str] = Field(description="the flags as they are, _ for -")
-    concurrency: int | None = Field(None, ge=1, description="requests that the client keeps at each server today")
-    prompts: int | None = Field(None, ge=1, description="completions to make; default: as many as there are prompts")
+    flags: FlagValues = Field(description="the flags as they are, _ for -")
+    concurrency: Count | None = Field(None, description="requests that the client keeps at each server today")
+    prompts: Count | None = Field(None, description="completions to make; default: as many as there are prompts")
     prompt: LengthPart = Field(description="prompt tokens")
     completion: LengthPart = Field(description="completion tokens")
-    max_tokens: Literal["fit"] | Annotated[int, Field(ge=1)] = Field("fit", description="as sent with each request")
-    shared_prefix_share: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="measured part of prompt text that begins like another prompt; default: measured on them",
+    max_tokens: Literal["fit"] | Count = Field("fit", description="as sent with each request")
+    shared_prefix_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="part of prompt text that begins like another prompt; default: measured on them"
     )
     samples: list[SamplePart] = Field(default_factory=list, description="steady states to fit the efficiency on")
     variants: dict[str, VariantPart] = Field(default_factory=dict, description="flag sets to show beside each other")

@@ -1,65 +1,38 @@
-"""A model's shape from its Hugging Face `config.json`; pure, the reading is done in `sources`."""
+"""A model's shape from its Hugging Face `config.json`; pure, the reading is done in `models`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
 from dfexp.capacity.errors import CapacityError, UnsupportedModel
-from dfexp.capacity.shape import Experts, GroupedAttention, LatentAttention, ModelShape, StateLayers
+from dfexp.capacity.shape import Attention, Experts, ModelShape, StateLayers
 
-_DENSE = {
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "phi3", "glm", "glm4", "granite", "internlm3",
-    "olmo2", "starcoder2", "gemma", "seed_oss", "smollm3", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text",
-}  # fmt: skip
-_MOE = {
-    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "mixtral", "deepseek_v2", "deepseek_v3",
-    "kimi_k2", "glm4_moe", "granitemoe", "olmoe", "bailing_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "minimax_m2",
-}  # fmt: skip
-_STATE = {"nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2", "bamba"}
-_SLIDING = {
-    "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt_oss", "llama4",
-    "llama4_text", "cohere2", "mimo_v2", "mimo_v2_flash", "step3p5", "olmo3", "exaone4",
-}  # fmt: skip
-_REFUSED = {
-    "kimi_linear": "Kimi-Linear's KDA layers", "kimi_k3": "Kimi's KDA layers", "bailing_moe_v3": "Ling's KDA layers",
-    "bailing_moe_v2_5": "Ling's lightning layers", "minicpm_sala": "MiniCPM-SALA's lightning layers",
-    "glm5_next": "GLM-5's KDA layers", "deepseek_v32": "DeepSeek's sparse-attention index",
-    "deepseek_v4": "DeepSeek-V4's compressed pools", "minimax_m1": "MiniMax's lightning-attention layers",
-    "qwen4_exp": "the per-layer embedding and sparse index of Qwen's newest hybrids",
-}  # fmt: skip
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+_STATE_TYPES = ("linear_attention", "mamba")
+_LAYER_TYPES = ("full_attention", "attention", *_STATE_TYPES)
+_ADVICE = "Launch it with explicit limits and read them from its startup log instead."
 
 
-class _Fields:
-    """A config's fields, read under any of their names; a missing one is an error that says what it is for."""
+class Fields:
+    """Fields under any of their names; null is the same as absent."""
 
-    def __init__(self, text: Mapping[str, Any], root: Mapping[str, Any], name: str) -> None:
-        self._text, self._root, self._name = text, root, name
+    def __init__(self, values: Mapping[str, Any], owner: str) -> None:
+        self._values, self._owner = values, owner
 
     def get(self, *names: str) -> Any:
-        """The first of these fields that is there and not null, in the text part first."""
-        for source in (self._text, self._root):
-            for name in names:
-                if source.get(name) is not None:
-                    return source[name]
-        return None
+        """The first of these that is there, or None."""
+        return next((self._values[name] for name in names if self._values.get(name) is not None), None)
 
-    def count(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`. Raises CapacityError: missing, or not such a number."""
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A whole number of at least 1, or the default. Raises CapacityError: missing, or not such a number."""
         value = self.get(*names)
-        if value is None:
-            if default is not None:
-                return default
-            raise CapacityError(
-                f"{self._name}: the config has no {' or '.join(names)}, which its memory layout needs. "
-                "Give the model's full config.json."
-            )
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise CapacityError(
-                f"{self._name}: {names[0]} = {value!r} must be a whole number of at least {least}; "
-                "is this the model's own config.json?"
-            )
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 10**12:
+            raise CapacityError(f"{self._owner}: {' or '.join(names)} must be a count, not {str(value)[:80]!r}.")
         return value
 
 
@@ -70,120 +43,84 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises UnsupportedModel: KDA, lightning, sliding-window or sparse-index layers, or an architecture not known here;
     CapacityError: a field is missing or impossible.
     """
-    text = next((config[key] for key in _NESTED if isinstance(config.get(key), Mapping)), config)
-    fields = _Fields(text, config, name)
-    kind = str(fields.get("model_type") or "")
-    _refuse(kind, fields, config, name)
-    layers, state = _layers(kind, fields, name)
-    attention = _attention(kind, fields, layers)
-    experts, expert_body, inner = _feedforward(kind, fields, layers)
-    hidden, vocabulary = fields.count("hidden_size"), fields.count("vocab_size")
-    tied = bool(fields.get("tie_word_embeddings"))
-    vision = config.get("vision_config")
+    text: Mapping[str, Any] = next((config[key] for key in _NESTED if isinstance(config.get(key), Mapping)), {})
+    fields = Fields({**config, **{key: value for key, value in text.items() if value is not None}}, name)
+    kind, architecture = str(fields.get("model_type") or ""), str((fields.get("architectures") or [""])[0])
+    table = json.loads(resources.files("dfexp.capacity").joinpath("architectures.json").read_text(encoding="utf-8"))
+    _refuse(fields, kind, architecture, table, name)
+    hidden, layers = fields.count("hidden_size"), fields.count("num_hidden_layers")
+    vocabulary, vision = hidden * fields.count("vocab_size"), config.get("vision_config")
+    attention_layers, state_layers = _layer_counts(fields, layers, name)
+    attention = _attention(fields, attention_layers, hidden)
+    state = _state(fields, state_layers, is_mamba=kind in table["mamba2"]) if state_layers else None
+    experts, feed_parameters, inner = _feedforward(fields, layers, hidden)
+    mixing = _attention_parameters(fields, attention, hidden) + (_state_parameters(state, hidden) if state else 0)
+    idle = 0 if fields.get("tie_word_embeddings") else vocabulary
+    ssm_dtype = fields.get("mamba_ssm_dtype")
     return ModelShape(
         name=name,
-        architecture=str((config.get("architectures") or [kind])[0]),
+        architecture=architecture,
         hidden_size=hidden,
-        layers=fields.count("num_hidden_layers", default=len(layers)),
-        vocab_size=vocabulary,
+        layers=layers,
         context_length=fields.count("max_position_embeddings", default=32768),
         attention=attention,
         state=state,
         experts=experts,
-        body_parameters=_attention_parameters(fields, attention, hidden)
-        + _state_parameters(state, hidden)
-        + expert_body,
-        head_parameters=vocabulary * hidden,
-        embedding_parameters=0 if tied else vocabulary * hidden,
-        other_parameters=_vision_parameters(vision) if isinstance(vision, Mapping) else 0,
+        body_parameters=mixing + feed_parameters,
+        head_parameters=vocabulary,
+        idle_parameters=idle + (_vision_parameters(vision) if isinstance(vision, Mapping) else 0),
         inner_size=inner,
-        ssm_dtype=_ssm_dtype(text, config),
+        ssm_dtype=ssm_dtype if ssm_dtype in ("float32", "bfloat16", "float16") else None,
         dtype=str(fields.get("dtype", "torch_dtype") or "bfloat16").removeprefix("torch."),
         multimodal=isinstance(vision, Mapping),
     )
 
 
-def _refuse(kind: str, fields: _Fields, config: Mapping[str, Any], name: str) -> None:
+def _refuse(fields: Fields, kind: str, architecture: str, table: Mapping[str, Any], name: str) -> None:
     """Raise UnsupportedModel for what is recognised and not modelled, and for what is not recognised."""
-    types = fields.get("layer_types") or []
-    linear = fields.get("linear_attn_config")
-    if kind in _REFUSED or (isinstance(linear, Mapping) and "kda_layers" in linear):
-        what = _REFUSED.get(kind, "KDA layers")
-    elif kind in _SLIDING or "sliding_attention" in types or "chunked_attention" in types:
-        what = "sliding-window layers, which have a pool of their own"
+    what, types = table["refused"].get(kind), fields.get("layer_types") or []
+    if "kda_layers" in (fields.get("linear_attn_config") or {}):
+        what = "KDA layers"
+    elif "sliding_attention" in types or "chunked_attention" in types:
+        what = "sliding-window layers, which have a pool of their own,"
     elif fields.get("index_topk") is not None:
         what = "a sparse-attention index beside the KV pool"
-    elif kind in _DENSE | _MOE | _STATE:
-        return
-    else:
-        known = ", ".join(sorted(_DENSE | _MOE | _STATE))
-        shown = (config.get("architectures") or ["no architectures"])[0]
-        raise UnsupportedModel(
-            f"{name}: model_type {kind!r} ({shown}) is not known here. Known: {known}. "
-            "Launch it with explicit limits and read them from its startup log instead."
-        )
-    raise UnsupportedModel(
-        f"{name}: {what} are not modelled (model_type {kind!r}). Launch it with explicit limits "
-        "(--max-running-requests, --max-mamba-cache-size, --max-total-tokens) and read the startup log."
-    )
+    unknown = sorted(set(types) - set(_LAYER_TYPES))
+    if what or unknown:
+        what = what or f"layers of type {unknown[0]!r}"
+        raise UnsupportedModel(f"{name}: {what} cannot be sized (model_type {kind!r}). {_ADVICE}")
+    known = [*table["plain"], *table["mamba2"]]
+    if kind not in known:
+        raise UnsupportedModel(f"{name}: model_type {kind!r} ({architecture}) is none of {', '.join(known)}. {_ADVICE}")
 
 
-def _layers(kind: str, fields: _Fields, name: str) -> tuple[list[str], StateLayers | None]:
-    """Every layer as `full`, `state` or `other`, and the state layers' shape."""
-    pattern = fields.get("hybrid_override_pattern")
-    if kind == "nemotron_h":
-        if not isinstance(pattern, str) or set(pattern) - set("M*-E"):
+def _layer_counts(fields: Fields, layers: int, name: str) -> tuple[int, int]:
+    """Layers with attention, and layers with recurrent state."""
+    pattern, types = fields.get("hybrid_override_pattern"), fields.get("layer_types")
+    if pattern is not None:
+        if set(pattern) - set("M*-E"):
             raise CapacityError(f"{name}: hybrid_override_pattern = {pattern!r} must be a string of M, *, - and E.")
-        kinds = [{"M": "state", "*": "full"}.get(letter, "other") for letter in pattern]
-    else:
-        kinds = _listed_layers(fields, name)
-    if kind == "falcon_h1":
-        kinds = ["both"] * fields.count("num_hidden_layers")
-    count = sum(layer in ("state", "both") for layer in kinds)
-    return kinds, _state(kind, fields, count) if count else None
+        return pattern.count("*"), pattern.count("M")
+    if types is not None:
+        if len(types) != layers:
+            raise CapacityError(f"{name}: layer_types has {len(types)} entries, num_hidden_layers says {layers}.")
+        state_layers = sum(kind in _STATE_TYPES for kind in types)
+        return layers - state_layers, state_layers
+    listed = fields.get("attn_layer_indices")
+    attention_layers = len(listed) if listed else layers // fields.count("full_attention_interval", default=1)
+    return attention_layers, layers - attention_layers
 
 
-def _listed_layers(fields: _Fields, name: str) -> list[str]:
-    total = fields.count("num_hidden_layers")
-    types, interval = fields.get("layer_types"), fields.get("full_attention_interval")
-    if isinstance(types, Sequence) and not isinstance(types, str):
-        if len(types) != total:
-            raise CapacityError(f"{name}: layer_types has {len(types)} entries, num_hidden_layers says {total}.")
-        known = {
-            "full_attention": "full",
-            "attention": "full",
-            "linear_attention": "state",
-            "mamba": "state",
-            "conv": "state",
-        }
-        wrong = sorted({str(kind) for kind in types if kind not in known})
-        if wrong:
-            raise UnsupportedModel(f"{name}: layer type {wrong[0]!r} is not modelled; known: {', '.join(known)}.")
-        return [known[kind] for kind in types]
-    if interval is not None:
-        step = fields.count("full_attention_interval")
-        return ["full" if (index + 1) % step == 0 else "state" for index in range(total)]
-    attention = fields.get("full_attn_idxs", "attn_layer_indices")
-    if attention is not None:
-        return ["full" if index in attention else "state" for index in range(total)]
-    return ["full"] * total
-
-
-def _state(kind: str, fields: _Fields, layers: int) -> StateLayers:
-    if kind == "lfm2":
-        return StateLayers(
-            kind="short_conv", layers=layers, heads=1, head_dim=fields.count("hidden_size"), state_size=0, groups=0,
-            conv_kernel=fields.count("conv_L_cache", least=2),
-        )  # fmt: skip
-    if kind in _STATE:
+def _state(fields: Fields, layers: int, *, is_mamba: bool) -> StateLayers:
+    if is_mamba:
         return StateLayers(
             kind="mamba2",
             layers=layers,
             heads=fields.count("mamba_num_heads", "mamba_n_heads"),
-            head_dim=_mamba_head_dim(fields),
+            head_dim=fields.count("mamba_head_dim", "mamba_d_head"),
             state_size=fields.count("ssm_state_size", "mamba_d_state"),
             groups=fields.count("n_groups", "mamba_n_groups"),
-            conv_kernel=fields.count("conv_kernel", "mamba_d_conv", least=2),
+            conv_kernel=fields.count("conv_kernel", "mamba_d_conv"),
         )
     return StateLayers(
         kind="gdn",
@@ -192,100 +129,66 @@ def _state(kind: str, fields: _Fields, layers: int) -> StateLayers:
         head_dim=fields.count("linear_value_head_dim"),
         state_size=fields.count("linear_key_head_dim"),
         groups=fields.count("linear_num_key_heads"),
-        conv_kernel=fields.count("linear_conv_kernel_dim", least=2),
+        conv_kernel=fields.count("linear_conv_kernel_dim"),
     )
 
 
-def _mamba_head_dim(fields: _Fields) -> int:
-    value = fields.get("mamba_head_dim", "mamba_d_head")
-    if isinstance(value, int):
-        return value
-    inner = fields.get("mamba_d_ssm")
-    width = inner if isinstance(inner, int) else fields.count("mamba_expand") * fields.count("hidden_size")
-    return width // fields.count("mamba_num_heads", "mamba_n_heads")
+def _state_parameters(state: StateLayers, hidden: int) -> int:
+    inner, per_head = state.heads * state.head_dim, 2 if state.kind == "gdn" else 1
+    projections = 3 * inner + 2 * state.groups * state.state_size + per_head * state.heads
+    return state.layers * (hidden * projections + state.conv_kernel * state.conv_channels())
 
 
-def _attention(kind: str, fields: _Fields, kinds: Sequence[str]) -> GroupedAttention | LatentAttention:
-    layers = sum(layer in ("full", "both") for layer in kinds)
+def _attention(fields: Fields, layers: int, hidden: int) -> Attention:
     heads = fields.count("num_attention_heads")
     if fields.get("kv_lora_rank") is not None:
-        return LatentAttention(
-            layers=layers,
-            query_heads=heads,
-            kv_lora_rank=fields.count("kv_lora_rank"),
-            rope_dim=fields.count("qk_rope_head_dim"),
-        )
-    head_dim = fields.count("head_dim", "attention_head_dim", default=fields.count("hidden_size") // heads)
-    return GroupedAttention(
-        layers=layers,
-        query_heads=heads,
-        kv_heads=fields.count("num_key_value_heads", default=heads),
-        k_dim=head_dim,
-        v_dim=fields.count("v_head_dim", default=head_dim),
-    )
+        rank = fields.count("kv_lora_rank")
+        width = rank + fields.count("qk_rope_head_dim")
+        return Attention(layers=layers, query_heads=heads, kv_heads=1, k_dim=width, v_dim=rank, latent=True)
+    k_dim = fields.count("head_dim", "attention_head_dim", default=hidden // heads)
+    kv_heads, v_dim = fields.count("num_key_value_heads", default=heads), fields.count("v_head_dim", default=k_dim)
+    return Attention(layers=layers, query_heads=heads, kv_heads=kv_heads, k_dim=k_dim, v_dim=v_dim)
 
 
-def _attention_parameters(fields: _Fields, attention: GroupedAttention | LatentAttention, hidden: int) -> int:
+def _attention_parameters(fields: Fields, attention: Attention, hidden: int) -> int:
     heads = attention.query_heads
-    if isinstance(attention, LatentAttention):
-        nope, value = fields.count("qk_nope_head_dim", default=128), fields.count("v_head_dim", default=128)
-        rank = attention.kv_lora_rank
+    if attention.latent:
+        rank, nope = attention.v_dim, fields.count("qk_nope_head_dim", default=128)
+        value, query = fields.count("v_head_dim", default=128), heads * (nope + attention.k_dim - rank)
         down = fields.get("q_lora_rank")
-        query = heads * (nope + attention.rope_dim)
-        q_parameters = hidden * query if not isinstance(down, int) else down * (hidden + query)
-        rest = hidden * (rank + attention.rope_dim) + rank * heads * (nope + value) + heads * value * hidden
-        return attention.layers * (q_parameters + rest)
-    gate = 2 if fields.get("attn_output_gate") else 1
-    query, value = heads * attention.k_dim, heads * attention.v_dim
+        query_parameters = hidden * query if down is None else down * (hidden + query)
+        kv_parameters = hidden * attention.k_dim + rank * heads * (nope + value)
+        return attention.layers * (query_parameters + kv_parameters + heads * value * hidden)
+    query = heads * attention.k_dim * (2 if fields.get("attn_output_gate") else 1)
     kv = attention.kv_heads * (attention.k_dim + attention.v_dim)
-    return attention.layers * hidden * (gate * query + kv + value)
+    return attention.layers * hidden * (query + kv + heads * attention.v_dim)
 
 
-def _state_parameters(state: StateLayers | None, hidden: int) -> int:
-    if state is None:
-        return 0
-    inner = state.heads * state.head_dim
-    if state.kind == "short_conv":
-        return state.layers * hidden * 4 * inner
-    per_head = 2 if state.kind == "gdn" else 1
-    projections = 2 * inner + 2 * state.groups * state.state_size + per_head * state.heads
-    return state.layers * (hidden * (projections + inner) + state.conv_kernel * state.conv_channels())
-
-
-def _feedforward(kind: str, fields: _Fields, kinds: Sequence[str]) -> tuple[Experts | None, int, int]:
+def _feedforward(fields: Fields, layers: int, hidden: int) -> tuple[Experts | None, int, int]:
     """The routed experts, the parameters of dense and shared parts, elements written per token and layer."""
-    hidden = fields.count("hidden_size")
-    nemotron = kind == "nemotron_h"
-    matrices = 2 if nemotron else 3
+    pattern = fields.get("hybrid_override_pattern")
+    matrices = 3 if pattern is None else 2  # Nemotron-H has no gate
     count = fields.get("num_experts", "n_routed_experts", "num_local_experts")
     if not count:
-        layers = sum(layer == "other" for layer in kinds) if nemotron else len(kinds)
-        inner = fields.count("intermediate_size", "shared_intermediate_size", default=0, least=0)
-        return None, layers * matrices * hidden * inner, (matrices - 1) * inner
-    pattern = str(fields.get("hybrid_override_pattern") or "")
-    dense = fields.count("first_k_dense_replace", default=0, least=0)
-    layers = pattern.count("E") if nemotron else len(kinds) - dense
+        dense_layers = layers if pattern is None else pattern.count("-")
+        width = fields.get("intermediate_size", "shared_intermediate_size") or 0
+        return None, dense_layers * matrices * hidden * width, (matrices - 1) * width
+    dense_layers = pattern.count("-") if pattern else fields.get("first_k_dense_replace") or 0
+    expert_layers = pattern.count("E") if pattern else layers - dense_layers
     width = fields.count("moe_intermediate_size", "intermediate_size")
     active = fields.count("num_experts_per_tok", "num_experts_per_token", "moe_k")
     shared = fields.get(
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
     )
-    shared_width = shared if isinstance(shared, int) else width * fields.count("n_shared_experts", default=0, least=0)
-    dense_width = fields.count("intermediate_size", default=width, least=0)
-    body = layers * (matrices * hidden * shared_width + hidden * int(count)) + dense * matrices * hidden * dense_width
-    experts = Experts(layers=layers, count=int(count), active=active, parameters=matrices * hidden * width)
-    return experts, body, (matrices - 1) * (active * width + shared_width)
+    if shared is None:
+        shared = width * (fields.get("n_shared_experts") or 0)
+    dense = dense_layers * matrices * hidden * fields.count("intermediate_size", default=width)
+    body = expert_layers * hidden * (matrices * shared + count) + dense
+    experts = Experts(layers=expert_layers, count=count, active=active, parameters=matrices * hidden * width)
+    return experts, body, (matrices - 1) * (active * width + shared)
 
 
 def _vision_parameters(vision: Mapping[str, Any]) -> int:
     """Rough size of a vision transformer; where the fields are missing, that of a 27-layer, 1152-wide one."""
-    depth = vision.get("depth") or vision.get("num_hidden_layers") or 27
-    width = vision.get("hidden_size") or 1152
-    inner = vision.get("intermediate_size") or 4 * width
-    return int(depth * (4 * width * width + 2 * width * inner))
-
-
-def _ssm_dtype(text: Mapping[str, Any], root: Mapping[str, Any]) -> str | None:
-    """The text part's own wish beats the root's, as in SGLang; Nemotron's `mamba_ssm_cache_dtype` is not read there."""
-    value = text.get("mamba_ssm_dtype", root.get("mamba_ssm_dtype"))
-    return value if isinstance(value, str) and value in ("float32", "bfloat16", "float16") else None
+    depth, width = vision.get("depth") or vision.get("num_hidden_layers") or 27, vision.get("hidden_size") or 1152
+    return int(depth * (4 * width * width + 2 * width * (vision.get("intermediate_size") or 4 * width)))

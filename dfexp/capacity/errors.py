@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import ValidationError
+
 from dfexp.errors import DfexpError
 
 
@@ -13,14 +15,22 @@ class UnsupportedModel(CapacityError):
     """The model is recognised, but its memory layout is not modelled; the message says which part and what to do."""
 
 
-class DoesNotFit(CapacityError):
-    """The configuration leaves no room for the pools; the message has SGLang's own numbers and the smallest fix.
-
-    `slots`: state slots as SGLang's own message counts them (0 or below), where it stops at those.
-    """
-
-    slots: int = 0
-
-
 class FlagsRefused(CapacityError):
     """SGLang would refuse this combination of flags when it starts; the message names the flags and the fix."""
+
+
+class DoesNotFit(CapacityError):
+    """No room is left for the pools. `slots`: state slots as SGLang's own message counts them, 0 or below."""
+
+    def __init__(self, message: str, slots: int = 0) -> None:
+        super().__init__(message)
+        self.slots = slots
+
+
+def first_mistake(error: ValidationError) -> str:
+    """The first wrong field of what was read, with its value."""
+    item = error.errors(include_url=False)[0]
+    place = ".".join(map(str, item["loc"])) or "this"
+    if item["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place} = {str(item['input'])[:80]!r}: {item['msg']}"

@@ -1,138 +1,219 @@
-"""`dfexp plan` and `dfexp capacity check`: read, compute, and say it as text."""
+"""`dfexp plan` and `dfexp capacity check`: from files to settings and rows, and the answers as text."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from math import log
 from pathlib import Path
 from typing import Any
 
 from dfexp import prompts
-from dfexp.capacity import check
+from dfexp.capacity import check, workload
+from dfexp.capacity.cost import Server
 from dfexp.capacity.errors import CapacityError
-from dfexp.capacity.planner import Candidate, Plan, make_plan
-from dfexp.capacity.sources import Model
-from dfexp.capacity.spec import Prepared, prepare
-from dfexp.capacity.workload import shared_prefix_share
+from dfexp.capacity.flags import parse_flags, rules
+from dfexp.capacity.memory import Free
+from dfexp.capacity.models import Model, load_model
+from dfexp.capacity.planner import Candidate, Plan, Setting, make_plan
+from dfexp.capacity.shape import GIB
+from dfexp.capacity.throughput import Sample, calibrate
 from dfexp.errors import PromptsError
+from dfexp.hardware import Efficiency, find_gpu
 from dfexp.params import RunSpec
+from dfexp.params_plan import LengthPart, PlanGroup
 from dfexp.records import Prompt
 
 OPENING_CHARS = 4096
 """Characters of each prompt that the shared-prefix share looks at, so that 654,676 prompts fit in memory."""
+Z95 = 1.6448536269514722
+"""Standard deviations from the median to the 95th percentile."""
+_WORDS = ("why", "flags")
 
 
-def plan_text(spec: RunSpec, root: Path, *, as_json: bool) -> str:
-    """`dfexp plan PARAMS`: the ranked table, or everything as JSON.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A plan group understood: the model, the setting, and each variant as a setting of its own."""
 
-    Raises CapacityError (no `plan` group, impossible inputs), UnknownGpu.
-    """
-    prepared = prepared_for(spec, root)
-    made = make_plan(prepared.setting)
-    return json.dumps(to_json(prepared, made), indent=1) if as_json else table(prepared, made)
-
-
-def check_text(path: Path, *, as_json: bool) -> tuple[str, int]:
-    """`dfexp capacity check FILE`: predicted beside logged, and `Report.status`. Raises CapacityError: no such file."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        raise CapacityError(
-            f"cannot read {path}: {error.strerror}. Give a JSON-lines file of startup reports."
-        ) from error
-    report = check.check_lines(lines)
-    return json.dumps(check.to_json(report), indent=1) if as_json else check.render(report), report.status
+    model: Model
+    setting: Setting
+    variants: dict[str, Setting]
 
 
 def prepared_for(spec: RunSpec, root: Path) -> Prepared:
     """The setting of a run's `plan` group; what it leaves open is measured on the run's prompts.
 
-    Raises CapacityError: the file has no `plan` group, or its values are impossible.
+    Raises CapacityError: the file has no `plan` group, or its values are impossible; UnknownGpu.
     """
     if spec.plan is None:
         raise CapacityError("the parameter file has no `plan` group; add one (docs/capacity.md shows it whole).")
-    count: int | None = None
-    share: float | None = None
+    texts: list[str] = []
     if spec.plan.prompts is None or spec.plan.shared_prefix_share is None:
-        try:
-            texts = [opening(prompt) for prompt in prompts.read(spec.prompts, root)]
-        except PromptsError:
-            texts = []
-        if texts:
-            count, share = len(texts), shared_prefix_share(texts)
-    return prepare(spec.plan, prompts=count, shared_prefix_share=share)
+        with suppress(PromptsError):
+            texts = [_opening(prompt) for prompt in prompts.read(spec.prompts, root)]
+    return prepare(spec.plan, texts)
 
 
-def opening(prompt: Prompt) -> str:
+def _opening(prompt: Prompt) -> str:
     """The beginning of a prompt's messages, as one text."""
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt.messages)[:OPENING_CHARS]
 
 
+def prepare(plan: PlanGroup, texts: list[str]) -> Prepared:
+    """Read the model, find the GPU, build the workload, calibrate.
+
+    Args: texts, the run's prompts for their count and shared prefixes; what the group says beats them.
+    Raises CapacityError, UnsupportedModel, UnknownGpu, FlagsRefused.
+    """
+    model = load_model(plan.model, weights_gib=plan.weights_gib, weight_dtype=plan.weight_dtype)
+    server = Server(
+        shape=model.shape, weight_dtype=model.weight_dtype, gpu=find_gpu(plan.gpu), flags=parse_flags(plan.flags)
+    )
+    completions = plan.prompts or len(texts)
+    if not completions:
+        raise CapacityError("plan.prompts is not given, and no prompts were counted; say how many completions to make.")
+    share = plan.shared_prefix_share
+    if share is None and texts:
+        share = workload.shared_prefix_share(texts)
+    limit = float(server.context_length)
+    prompt = _lengths(plan.prompt, limit)
+    completion = _lengths(plan.completion, max(1.0, limit - prompt.mean))
+    load = workload.Workload(
+        prompt=prompt, completion=completion, max_tokens=plan.max_tokens, shared_prefix_share=share
+    )
+    setting = Setting(
+        server=server,
+        rules=rules(plan.sglang_version),
+        free=_free(plan, model, server),
+        efficiency=_efficiency(plan, server, load),
+        workload=load,
+        prompts=completions,
+        servers=plan.servers,
+        concurrency=plan.concurrency,
+        available_gib=plan.available_gpu_mem_gib,
+    )
+    variants = {
+        name: replace(
+            setting.with_flags(parse_flags({**plan.flags, **part.flags})),
+            concurrency=part.concurrency,
+            measured_tok_per_s=part.measured_tok_per_s,
+        )
+        for name, part in plan.variants.items()
+    }
+    return Prepared(model=model, setting=setting, variants=variants)
+
+
+def _lengths(part: LengthPart, limit: float) -> workload.Lengths:
+    """The distribution that a group describes, cut at `limit` tokens. Raises CapacityError."""
+    if part.tokens is not None:
+        return workload.constant(min(part.tokens, limit))
+    if part.early is not None:
+        early = part.early
+        return workload.fit_completions(
+            completions=early.completions / early.in_flight,
+            mean_completion=early.mean_tokens,
+            generated=early.tok_per_s / early.in_flight * early.after_s,
+            limit=limit,
+        )
+    median = part.median or 0.0
+    sigma = part.sigma if part.p95 is None else log(part.p95 / median) / Z95
+    return workload.log_normal(median, sigma or 0.0, limit=limit)
+
+
+def _free(plan: PlanGroup, model: Model, server: Server) -> Free:
+    """Free memory before and after loading, measured where it was, else from the GPU's total and the weights."""
+    pre_gib = plan.free_gib if plan.free_gib is not None else server.gpu.free_gib
+    weights_gib = model.weights_bytes / server.flags.tp_size / GIB
+    post_gib = plan.free_after_load_gib if plan.free_after_load_gib is not None else pre_gib - weights_gib
+    return Free(pre_gib=pre_gib, post_gib=post_gib)
+
+
+def _efficiency(plan: PlanGroup, server: Server, load: workload.Workload) -> Efficiency:
+    if not plan.samples:
+        return server.gpu.efficiency
+    samples = [
+        Sample(running=item.running, context=item.context or load.context, tok_per_s=item.tok_per_s)
+        for item in plan.samples
+    ]
+    provenance = f"fitted on {len(samples)} sample(s) of the file"
+    return calibrate(server, load, samples, server.gpu.efficiency, provenance=provenance)
+
+
+def plan_text(spec: RunSpec, root: Path, *, as_json: bool) -> str:
+    """`dfexp plan PARAMS`: the ranked table, or everything as JSON. Raises CapacityError, UnknownGpu."""
+    prepared = prepared_for(spec, root)
+    made = make_plan(prepared.setting)
+    if not as_json:
+        return table(prepared, made)
+    setting, load = prepared.setting, prepared.setting.workload
+    tree = {
+        "model": asdict(prepared.model),
+        "gpu": asdict(setting.server.gpu),
+        "efficiency": asdict(setting.efficiency),
+        "workload": {"prompt": load.prompt.label, "completion": load.completion.label, "context": load.context},
+        **asdict(made),
+    }
+    return json.dumps(tree, indent=1)
+
+
+def check_text(path: Path, *, as_json: bool) -> tuple[str, int]:
+    """`dfexp capacity check FILE`: predicted beside logged, and `status`. Raises CapacityError: no such file."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise CapacityError(f"cannot read {path}: {error.strerror}. Give a file of JSON lines.") from error
+    rows = check.check_lines(lines)
+    return json.dumps(check.to_json(rows), indent=1) if as_json else check.render(rows), check.status(rows)
+
+
 def table(prepared: Prepared, made: Plan) -> str:
     """The plan for a reader."""
-    setting, model, completion = prepared.setting, prepared.model, prepared.setting.workload.completion
-    weights = f"{model.weights_bytes / 2**30:.1f} GiB {model.weight_dtype} ({model.weights_source})"
-    gpus = f"{setting.servers} server(s) x {setting.server.flags.tp_size} {setting.server.gpu.name}"
+    setting, model, lengths = prepared.setting, prepared.model, prepared.setting.workload.completion
+    efficiency, server = setting.efficiency, setting.server
     lines = [
-        f"{model.shape.name}, weights {weights}",
-        f"{gpus}, sglang {setting.rules.version}",
-        f"{setting.prompts:,} completions of {completion.mean:,.0f} tokens on average ({completion.label})",
-        f"efficiency: {setting.efficiency.bandwidth:.2f} of bandwidth, {setting.efficiency.compute:.2f} of compute "
-        f"({setting.efficiency.provenance})",
+        f"{model.shape.name}, {model.weights_bytes / GIB:.1f} GiB of {model.weight_dtype} ({model.weights_source})",
+        f"{setting.servers} server(s) x {server.flags.tp_size} {server.gpu.name}, sglang {setting.rules.version}",
+        f"{setting.prompts:,} completions of {lengths.mean:,.0f} tokens on average ({lengths.label})",
+        f"efficiency: {efficiency.bandwidth:.2f} of bandwidth, {efficiency.compute:.2f} of compute, "
+        f"+/- {efficiency.uncertainty:.0%} ({efficiency.provenance})",
         "",
-        f"{'':<3}{'running':>8}{'cap':>6}{'slots':>7}{'KV tokens':>11}{'KV use':>8}{'state':>7}"
-        f"{'step ms':>9}{'tok/s':>8}{'hours':>8}{'GPU-h':>8}  +/-",
-        _row("now", made.current),
+        _line(dict(zip(row("", made.current), row("", made.current), strict=True))),
+        _line(row("now", made.current)),
     ]
     for position, item in enumerate(made.ranked, 1):
-        lines += [_row(f"{position}", item), *_details(item)]
-    lines += ["", f"Radix cache: {made.radix.why}", ""]
-    if made.changing:
-        lines.append("These change the outputs, so they are not ranked with the rest:")
-        for item in made.changing:
-            lines += [_row("*", item), *_details(item)]
-    dropped = ", ".join(f"{count} {reason}" for reason, count in made.dropped.items()) or "none"
-    lines += ["", f"{made.tried:,} combinations tried; dropped: {dropped}."]
+        lines += _paragraph(str(position), item)
+    lines += ["", f"Radix cache: {made.radix}", "", "These change the outputs, so they are not ranked with the rest:"]
+    for item in made.changing:
+        lines += _paragraph("*", item)
     return "\n".join(lines)
 
 
-def _row(name: str, item: Candidate) -> str:
+def row(name: str, item: Candidate) -> dict[str, Any]:
+    """One candidate as the values of a table's columns; rates are of one server."""
     memory, predicted = item.memory, item.prediction
-    state = "-" if predicted.mamba_usage is None else f"{predicted.mamba_usage:.2f}"
-    return (
-        f"{name:<3}{predicted.running:>8.0f}{memory.max_running_requests:>6}{memory.max_mamba_cache_size:>7}"
-        f"{memory.max_total_num_tokens:>11,}{predicted.full_token_usage:>8.2f}{state:>7}{predicted.step_s * 1e3:>9.1f}"
-        f"{predicted.tok_per_s:>8,.0f}{item.hours:>8.1f}{item.gpu_hours:>8,.0f}  {predicted.uncertainty:.0%}"
-    )
-
-
-def _details(item: Candidate) -> list[str]:
-    weights = "FP8 weights, " if "weights" in item.changes else ""
-    return [f"     {weights}{' '.join(item.argv)}", f"     {item.why}", *(f"     note: {mark}" for mark in item.marks)]
-
-
-def to_json(prepared: Prepared, made: Plan) -> dict[str, Any]:
-    """The plan for machines."""
-    model: Model = prepared.model
     return {
-        "model": {
-            "name": model.shape.name,
-            "weights_bytes": model.weights_bytes,
-            "weight_dtype": model.weight_dtype,
-            "sources": {"shape": model.shape_source, "weights": model.weights_source},
-        },
-        "gpu": asdict(prepared.setting.server.gpu),
-        "efficiency": asdict(prepared.setting.efficiency),
-        "workload": {
-            "prompt": prepared.setting.workload.prompt.label,
-            "completion": prepared.setting.workload.completion.label,
-            "mean_completion_tokens": prepared.setting.workload.completion.mean,
-            "context": prepared.setting.workload.context,
-        },
-        "current": asdict(made.current),
-        "ranked": [asdict(item) for item in made.ranked],
-        "changing": [asdict(item) for item in made.changing],
-        "radix": asdict(made.radix),
-        "tried": made.tried,
-        "dropped": made.dropped,
+        "": name,
+        "running": round(predicted.running),
+        "cap": memory.max_running_requests,
+        "slots": memory.max_mamba_cache_size,
+        "KV tokens": memory.max_total_num_tokens,
+        "KV use": round(predicted.full_token_usage, 2),
+        "state use": "-" if predicted.mamba_usage is None else round(predicted.mamba_usage, 2),
+        "step ms": round(predicted.step_s * 1e3, 1),
+        "tok/s": round(predicted.tok_per_s),
+        "hours": round(item.hours, 1),
+        "GPU hours": round(item.gpu_hours),
+        "why": " ".join((item.why, *item.marks)),
+        "flags": ("FP8 weights, " if "weights" in item.changes else "") + " ".join(item.argv),
     }
+
+
+def _line(values: dict[str, Any]) -> str:
+    texts = [value if isinstance(value, str) else f"{value:,}" for key, value in values.items() if key not in _WORDS]
+    return f"{texts[0]:<4}" + "".join(f"{text:>10}" for text in texts[1:])
+
+
+def _paragraph(name: str, item: Candidate) -> list[str]:
+    values = row(name, item)
+    return [_line(values), f"     {values['flags']}", f"     {values['why']}"]

@@ -7,22 +7,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dfexp.capacity.cost import Efficiency, Server
-from dfexp.capacity.efficiency import efficiency_of
-from dfexp.capacity.flags import Flags
+from dfexp.capacity.cost import Server
+from dfexp.capacity.flags import Flags, Rules, rules
 from dfexp.capacity.memory import Free, MemoryPlan, plan_memory
+from dfexp.capacity.models import load_model
 from dfexp.capacity.planner import Setting
-from dfexp.capacity.sources import load_model
-from dfexp.capacity.units import GiB, from_mib, to_gib
-from dfexp.capacity.versions import Rules, rules
-from dfexp.capacity.workload import Lengths, Workload, fit_completions, log_normal, sigma_of
-from dfexp.hardware import find_gpu
+from dfexp.capacity.shape import GIB
+from dfexp.capacity.workload import Lengths, Workload, fit_completions, log_normal
+from dfexp.hardware import Efficiency, find_gpu
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "capacity"
 MODEL = load_model("Qwen3.6-27B")
 GPU = find_gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition")
 OLD, NEW = rules("0.5.12"), rules("0.5.23")
 PROMPTS = 654_676
+SIGMA = 0.8428
+"""Of log-normal lengths whose 95th percentile is four medians."""
 
 
 def lines(name: str) -> list[dict[str, Any]]:
@@ -32,8 +32,7 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 def free_memory() -> Free:
     """One RTX PRO 6000 with the reference run's weights."""
-    pre = from_mib(GPU.free_mib)
-    return Free(pre=pre, post=GiB(pre - to_gib(MODEL.weights_bytes)))
+    return Free(pre_gib=GPU.free_gib, post_gib=GPU.free_gib - MODEL.weights_bytes / GIB)
 
 
 COMMON: dict[str, Any] = {"context_length": 8192, "mamba_ssm_dtype": "bfloat16"}
@@ -71,7 +70,7 @@ def early_completions() -> Lengths:
 
 def workload(share: float | None = 0.0) -> Workload:
     """The reference run's assumed workload."""
-    prompt = log_normal(150, sigma_of(150, 600), limit=8192)
+    prompt = log_normal(150, SIGMA, limit=8192)
     return Workload(prompt=prompt, completion=early_completions(), shared_prefix_share=share)
 
 
@@ -83,7 +82,7 @@ def setting(
         server=server(flags),
         rules=OLD,
         free=free_memory(),
-        efficiency=efficiency or efficiency_of(GPU),
+        efficiency=efficiency or GPU.efficiency,
         workload=workload(share),
         prompts=PROMPTS,
         servers=8,

@@ -36,7 +36,7 @@ def test_json_is_strict_and_complete() -> None:
     assert tree["ranked"][0]["flags"]["disable_radix_cache"] is True
     assert 150 <= tree["ranked"][0]["prediction"]["running"] <= 160
     assert tree["current"]["memory"]["max_running_requests"] == 72
-    assert tree["model"]["sources"]["weights"]
+    assert tree["model"]["weights_source"]
     assert {
         item["changes"].keys() & {"weights", "mamba_ssm_dtype", "kv_cache_dtype"} == set() for item in tree["ranked"]
     } == {True}
@@ -53,7 +53,7 @@ def test_variants_are_settings_of_their_own() -> None:
         name: (part.server.flags.mem_fraction_static, part.concurrency) for name, part in prepared.variants.items()
     }
     assert found == {"before": (0.85, 32), "after": (0.90, 64)}
-    assert prepared.measured == {"before": 670, "after": 1180}
+    assert [part.measured_tok_per_s for part in prepared.variants.values()] == [670, 1180]
 
 
 def test_share_and_count_are_measured_on_the_prompts(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_sample_in_the_file_is_fitted(tmp_path: Path) -> None:
 def test_measured_memory_beats_the_table(tmp_path: Path) -> None:
     spec = spec_with(tmp_path, free_gib=94.5, free_after_load_gib=42.0)
     free = prepared_for(spec, tmp_path).setting.free
-    assert (free.pre, free.post) == (94.5, 42.0)
+    assert (free.pre_gib, free.post_gib) == (94.5, 42.0)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,7 @@ def test_measured_memory_beats_the_table(tmp_path: Path) -> None:
         ({"sglang_version": "newest"}, CapacityError, "newest"),
         ({"prompt": {"median": 150.0}}, ParamsError, "p95 or sigma"),
         ({"prompt": {"tokens": -5.0}}, ParamsError, "-5"),
+        ({"prompt": {"median": 600.0, "p95": 150.0}}, ParamsError, "is below the median"),
         ({"completion": {"early": {"completions": 438, "mean_tokens": 9000, "after_s": 280, "in_flight": 256,
                                    "tok_per_s": 5360}}}, CapacityError, "were generated"),
         ({"gpus": 8}, ParamsError, "gpus"),

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import capacity_throughput
-from dfexp.capacity.cost import Efficiency, decode_bytes, weight_bytes
-from dfexp.capacity.efficiency import MEASURED, UNMEASURED, efficiency_of
+from dfexp.capacity.cost import decode_bytes, weight_bytes
 from dfexp.capacity.errors import CapacityError
-from dfexp.capacity.sources import load_model
+from dfexp.capacity.models import load_model
 from dfexp.capacity.throughput import Sample, admissible, calibrate, largest_graph, predict
 from dfexp.capacity.workload import Workload, constant
-from dfexp.hardware import GPUS
+from dfexp.hardware import UNMEASURED, Efficiency, find_gpu, gpus
 from tests.capacity.support import AFTER, BEFORE, GPU, PROMPTS, plan, server, workload
 
 SAMPLE = Sample(running=32, context=1585, tok_per_s=670)
@@ -19,7 +18,7 @@ SAMPLE = Sample(running=32, context=1585, tok_per_s=670)
 
 
 def one_efficiency() -> Efficiency:
-    return calibrate(server(BEFORE), workload(), [SAMPLE], efficiency_of(GPU), provenance="the first setting")
+    return calibrate(server(BEFORE), workload(), [SAMPLE], GPU.efficiency, provenance="the first setting")
 
 
 def test_one_efficiency_predicts_both_settings() -> None:
@@ -33,11 +32,11 @@ def test_one_efficiency_predicts_both_settings() -> None:
 
 
 def test_the_shipped_efficiency_is_the_fitted_one() -> None:
-    assert MEASURED["rtx-pro-6000"].bandwidth == pytest.approx(one_efficiency().bandwidth, abs=0.002)
+    assert GPU.efficiency.bandwidth == pytest.approx(one_efficiency().bandwidth, abs=0.002)
     fitted = {line.gpu: line.efficiency for line in capacity_throughput.lines() if line.fitted}
     for name, found in fitted.items():
-        assert MEASURED[name].bandwidth == pytest.approx(min(1.0, found.bandwidth), abs=0.002)
-        assert MEASURED[name].compute == pytest.approx(found.compute, abs=0.002)
+        assert find_gpu(name).efficiency.bandwidth == pytest.approx(min(1.0, found.bandwidth), abs=0.002)
+        assert find_gpu(name).efficiency.compute == pytest.approx(found.compute, abs=0.002)
 
 
 def test_usages_of_the_second_setting_are_predicted_from_the_first() -> None:
@@ -59,23 +58,17 @@ def test_a_step_moves_the_bytes_of_the_reference() -> None:
 def test_the_admission_reserve(slots: int, tokens: int, fits: float) -> None:
     """1,920 tokens a request at the lowest ratio."""
     one = Workload(prompt=constant(214), completion=constant(2 * (1920 - 214)))
-    assert admissible(tokens, one, page=1, context_length=8192) == pytest.approx(fits, abs=0.6), slots
+    assert admissible(server(AFTER), one, tokens) == pytest.approx(fits, abs=0.6), slots
 
 
 def test_a_cold_server_admits_fewer() -> None:
     one = Workload(prompt=constant(214), completion=constant(2 * (1920 - 214)))
-    assert (
-        admissible(363_700, one, page=1, context_length=8192, ratio=0.7)
-        < 113
-        < admissible(363_700, one, page=1, context_length=8192)
-    )
+    assert admissible(server(AFTER), one, 363_700, ratio=0.7) < 113 < admissible(server(AFTER), one, 363_700)
 
 
 def test_a_smaller_max_tokens_lets_more_in() -> None:
     big, small = workload(), replace(workload(), max_tokens=3000)
-    assert admissible(300_000, small, page=1, context_length=8192) > admissible(
-        300_000, big, page=1, context_length=8192
-    )
+    assert admissible(server(AFTER), small, 300_000) > admissible(server(AFTER), big, 300_000)
 
 
 def test_public_measurements_within_the_aim() -> None:
@@ -114,7 +107,7 @@ def test_a_pool_too_small_for_one_request_is_said() -> None:
 
 
 def test_hours_and_shares() -> None:
-    got = predict(server(AFTER), plan(AFTER), efficiency_of(GPU), workload(), concurrency=64)
+    got = predict(server(AFTER), plan(AFTER), GPU.efficiency, workload(), concurrency=64)
     assert got.hours(PROMPTS, 8) == pytest.approx(PROMPTS / (8 * got.completions_per_s) / 3600)
     assert got.tok_per_s == pytest.approx(got.completions_per_s * workload().completion.mean)
     assert 0 < got.prefill_share < 0.05
@@ -130,12 +123,12 @@ def test_experts_are_read_as_far_as_a_batch_touches_them() -> None:
 def test_graphs_follow_memory_and_flags() -> None:
     assert largest_graph(server(AFTER)) == 256
     assert largest_graph(server(replace(AFTER, tp_size=4))) == 512
-    assert largest_graph(server(replace(AFTER, cuda_graph_max_bs=64))) == 64
+    assert largest_graph(server(replace(AFTER, cuda_graph_max_bs_decode=64))) == 64
     assert largest_graph(server(replace(AFTER, disable_cuda_graph=True))) == 0
-    small = predict(server(replace(AFTER, cuda_graph_max_bs=64)), plan(AFTER), UNMEASURED, workload())
+    small = predict(server(replace(AFTER, cuda_graph_max_bs_decode=64)), plan(AFTER), UNMEASURED, workload())
     assert small.beyond_graph
 
 
 def test_every_gpu_has_an_efficiency_with_its_origin() -> None:
-    assert all(efficiency_of(gpu).provenance for gpu in GPUS)
-    assert set(MEASURED) <= {gpu.name for gpu in GPUS}
+    assert all(gpu.efficiency.provenance for gpu in gpus())
+    assert sum(gpu.efficiency is not UNMEASURED for gpu in gpus()) == 5

@@ -1,0 +1,119 @@
+"""Where shapes and weight sizes come from: a folder or file of the model, or the table that ships with the package."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dfexp.capacity.config import from_config
+from dfexp.capacity.errors import CapacityError
+from dfexp.capacity.shape import GIB, ModelShape, dtype_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A shape, the weights' bytes, and where both are from. `weight_dtype`: `bfloat16`, or `fp8` for 8-bit weights."""
+
+    shape: ModelShape
+    weights_bytes: int
+    weight_dtype: str
+    shape_source: str
+    weights_source: str
+
+
+def load_model(model: str, *, weights_gib: float | None = None, weight_dtype: str | None = None) -> Model:
+    """A model by the path of its folder or config.json, or by its name in the shipped table.
+
+    Args: weights_gib, all weights of one copy on the GPUs, where it is known better; weight_dtype, `bfloat16` or `fp8`
+    (default: the checkpoint's, by its quantization_config or its name).
+    Raises UnsupportedModel, CapacityError: no such model, unreadable or incomplete files.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        name, source, config = file.parent.name, str(file), _read_json(file)
+        eight_bit, sizes = "fp8" in str(config.get("quantization_config")).lower(), _measured_in(file.parent)
+    else:
+        name, entry = _entry(model)
+        source, config, eight_bit, sizes = (
+            entry["source"],
+            entry["config"],
+            "fp8" in model.lower(),
+            entry["weights_gib"],
+        )
+    shape = from_config(config, name)
+    dtype = weight_dtype or ("fp8" if eight_bit else shape.dtype)
+    size = sizes.get("any") or sizes.get("fp8" if dtype_bytes(dtype) == 1 else dtype)
+    if weights_gib is not None:
+        size = {"gib": weights_gib, "source": "given"}
+    elif size is None:
+        source_text = "estimated from the number of parameters; give weights_gib if known"
+        size = {"gib": _estimated_bytes(shape, dtype) / GIB, "source": source_text}
+    return Model(
+        shape=shape,
+        weights_bytes=int(size["gib"] * GIB),
+        weight_dtype=dtype,
+        shape_source=source,
+        weights_source=size["source"],
+    )
+
+
+def _estimated_bytes(shape: ModelShape, dtype: str) -> float:
+    """Resident bytes from the number of parameters: 8-bit checkpoints keep embeddings, head and vision in 16 bits."""
+    element = 1.02 if dtype_bytes(dtype) == 1 else float(dtype_bytes(dtype))  # with the scales of the blocks
+    return (shape.body_parameters + shape.expert_parameters) * element + 2 * (
+        shape.head_parameters + shape.idle_parameters
+    )
+
+
+def shipped_models() -> dict[str, dict[str, Any]]:
+    """The shipped table: name to aliases, source, weights in GiB by dtype, and config."""
+    table: dict[str, dict[str, Any]] = json.loads(
+        resources.files("dfexp.capacity").joinpath("models.json").read_text(encoding="utf-8")
+    )
+    return table
+
+
+def _entry(model: str) -> tuple[str, dict[str, Any]]:
+    table = shipped_models()
+    names = {alias.lower(): name for name, entry in table.items() for alias in (name, *entry["aliases"])}
+    if model.lower() in names:
+        name = names[model.lower()]
+        return name, table[name]
+    near = difflib.get_close_matches(model.lower(), names, n=1)
+    hint = f"Did you mean {names[near[0]]}? " if near else ""
+    raise CapacityError(
+        f"model {model!r} is neither a path nor in the shipped table. {hint}Known: {', '.join(table)}. "
+        "Or give the folder that holds its config.json."
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+        return {**value}
+    except (OSError, ValueError, TypeError) as error:
+        raise CapacityError(f"cannot read a JSON object from {file}: {error}. Is the download complete?") from error
+
+
+def _measured_in(folder: Path) -> dict[str, Any]:
+    """Weight bytes from the index, else from the headers of the safetensors files; empty when there are neither."""
+    index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
+    file = index
+    try:
+        if index.is_file():
+            total = int(_read_json(index)["metadata"]["total_size"])
+            return {"any": {"gib": total / GIB, "source": str(index)}}
+        total = 0
+        for file in files:
+            with file.open("rb") as stream:
+                header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), 100_000_000)))
+            spans = [part["data_offsets"] for name, part in header.items() if name != "__metadata__"]
+            total += sum(end - begin for begin, end in spans)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CapacityError(f"{file} has no readable sizes ({error!r}); give weights_gib.") from error
+    return {"any": {"gib": total / GIB, "source": f"headers of {len(files)} safetensors files"}} if files else {}
