@@ -6,13 +6,14 @@ A command names the process it is meant for: one that was left for a process now
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dfexp.errors import ControlError, CorruptShardError
-from dfexp.jsonl import read_json, write_json
+from dfexp.jsonl import disk, read_json, write_json
 from dfexp.layout import RunFolder
 from dfexp.processes import ProcessId
 
@@ -32,12 +33,14 @@ def read_status(folder: RunFolder) -> dict[str, Any] | None:
     """The last status that a generating process wrote, or None before the first."""
     try:
         return read_json(folder.control / "status.json")
-    except (FileNotFoundError, CorruptShardError):
+    except (OSError, CorruptShardError):
         return None
 
 
 def write_status(folder: RunFolder, status: Mapping[str, Any]) -> None:
-    """Replace the status; called by the generating process alone."""
+    """Replace the status; called by the generating process alone. Raises StorageError."""
+    with disk(f"create {folder.control}"):
+        folder.control.mkdir(exist_ok=True)  # somebody who tidied it away would have made the run deaf and dumb
     write_json(folder.control / "status.json", status)
 
 
@@ -65,9 +68,10 @@ def take_commands(folder: RunFolder, me: ProcessId) -> list[Command]:
     for path in sorted(folder.control.glob("*.command.json")):
         try:
             content = read_json(path)
-        except (FileNotFoundError, CorruptShardError):
+        except (OSError, CorruptShardError):
             content = {}
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # one that cannot be removed is obeyed again, which changes nothing
+            path.unlink()
         if content.get("to") == str(me):
             taken.append(Command(verb=content["verb"], args=content.get("args", {})))
     return taken

@@ -156,7 +156,7 @@ class AppendLog:
     """An append-only file of records, for one writer; a context manager. `append` returns once the records are safe.
 
     `size` is the bytes of its records; what a refused write left beyond them is cut off before the next one. Opening
-    cuts off a torn tail of `cut_bytes` bytes.
+    cuts off a torn tail of `cut_bytes` bytes, and refuses one that no crash leaves: the file is not ours.
     """
 
     def __init__(self, path: Path, *, durable: bool = True) -> None:
@@ -169,6 +169,9 @@ class AppendLog:
                 self.size = sum(map(len, whole_lines(file)))
             self.cut_bytes = os.fstat(self._fd).st_size - self.size
             if self.cut_bytes:
+                tail = os.pread(self._fd, 40, self.size)
+                if not tail.startswith((b"{", b"\0")):
+                    raise CorruptShardError(f"{path} ends with {tail!r}, which no crash leaves. Move the file away.")
                 os.ftruncate(self._fd, self.size)
             if durable:
                 # What a killed writer wrote without a flush is read as safe from now on, so it has to be.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,15 @@ def test_a_damaged_status_or_command_is_as_good_as_none(folder: RunFolder) -> No
     assert control.living_process(folder) is None
     (folder.control / "1.command.json").write_bytes(b"nonsense")
     assert control.take_commands(folder, ProcessId.current()) == []
+
+
+def test_a_foreign_folder_among_the_commands_disturbs_nobody(folder: RunFolder) -> None:
+    (folder.control / "a.command.json").mkdir(parents=True)
+    assert control.take_commands(folder, ProcessId.current()) == []
+    assert (folder.control / "a.command.json").is_dir()
+
+
+def test_a_control_folder_that_was_tidied_away_comes_back(folder: RunFolder) -> None:
+    shutil.rmtree(folder.control, ignore_errors=True)
+    control.write_status(folder, {"state": "running"})
+    assert control.read_status(folder) == {"state": "running"}

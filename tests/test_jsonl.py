@@ -259,3 +259,13 @@ def test_a_json_file_comes_back(tmp_path_factory, value):
     path = tmp_path_factory.getbasetemp() / "value.json"
     write_json(path, value)
     assert read_json(path) == repair(value)[0]
+
+
+@pytest.mark.parametrize("tail", [b"my notes", b"1", b"[1]", b"my\0notes\n"])
+def test_a_file_whose_end_no_crash_explains_is_not_cut(tmp_path, tail):
+    path = tmp_path / "log"
+    for before in (b"", encode_line({"n": 0})):
+        path.write_bytes(before + tail)
+        with pytest.raises(CorruptShardError, match=r"log ends with .* Move the file away"):
+            AppendLog(path)
+        assert path.read_bytes() == before + tail

@@ -20,5 +20,6 @@ class EventLog(AppendLog):
         with contextlib.suppress(ShardError):
             self.append([entry])
         told = " ".join(f"{key}={value}" for key, value in entry.items() if key != "at" and value is not None)
-        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {told}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the log of the process is on the same full disk
+            sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {told}\n")
+            sys.stderr.flush()

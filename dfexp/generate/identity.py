@@ -35,12 +35,17 @@ def sampling(generation: GenerationGroup) -> dict[str, Any]:
     return {**request_fields(generation), "max_tokens": generation.max_tokens, "seed": generation.seed}
 
 
+def sampling_text(generation: GenerationGroup) -> str:
+    """The sampling as the fingerprint has it: JSON, equal for equal sampling."""
+    return json.dumps(sampling(generation), sort_keys=True, ensure_ascii=True)
+
+
 def fingerprint(prompts_sha256: str, model: str, generation: GenerationGroup) -> dict[str, str]:
     """What all rows of one run must share: prompts, model, sampling. A value that can be read is left readable."""
     return {
         "prompts": prompts_sha256,
         "model": model,
-        "sampling": json.dumps(sampling(generation), sort_keys=True, ensure_ascii=True),
+        "sampling": sampling_text(generation),
     }
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 from dfexp.client import ServerClient
-from dfexp.engines import get_text, probe
+from dfexp.engines import Readiness, get_text, probe
 from dfexp.errors import DfexpError, RequestError, TimedOut, Unreachable
 from dfexp.fleet import Fleet, Server
 from dfexp.generate.events import EventLog
@@ -27,6 +27,8 @@ _HEALTH_TIMEOUT_S = 30.0  # SGLang's health check answers after up to 20 s on a 
 _MISSES_TO_HANG = 3
 _MOST_DENIED_PAUSE_S = 30.0
 _RESTART_BUDGET = 6
+_ERRORS_TO_DOUBT = 8
+"""Errors in a row, of any rows, after which a server has to generate a token before it gets another row."""
 
 
 class Lane:
@@ -61,6 +63,8 @@ class Lane:
         self._recent: deque[tuple[float, int]] = deque()
         self._last_sign = time.monotonic()
         self._deaths_in_a_row = 0
+        self._errors_in_a_row = 0
+        self._is_doubted = False
         self._misses = 0
         self._denied_pause_s = 0.0  # above zero: access was denied, and the next look comes after so long
         self._wake = asyncio.Event()
@@ -84,7 +88,7 @@ class Lane:
     def completed(self, now: float, tokens: int | None) -> None:
         """Count an answer: a sign of life."""
         self.done += 1
-        self._deaths_in_a_row = self._misses = 0
+        self._deaths_in_a_row = self._errors_in_a_row = self._misses = 0
         self._last_sign = now
         self._recent.append((now, tokens or 0))
 
@@ -92,6 +96,16 @@ class Lane:
         """Count an error, and look after the server soon: it may be dead."""
         self.errors += 1
         self._wake.set()
+
+    def stumbled(self) -> None:
+        """Count an error that the row or the server may be to blame for. Many in a row are the server's.
+
+        A proxy whose server is away answers everything, with errors: without this its rows would use up all attempts.
+        """
+        self._errors_in_a_row += 1
+        if self._errors_in_a_row >= _ERRORS_TO_DOUBT:
+            self._errors_in_a_row, self._is_doubted = 0, True
+            self.suspect()
 
     def suspect(self, *, denied: bool = False) -> None:
         """Stop feeding until the watch has seen the server answer; `denied`: until it gives a token again."""
@@ -148,11 +162,24 @@ class Lane:
         except RequestError:
             pass  # an error page, or a server without a health page: it lives
         self._last_sign, self._misses = time.monotonic(), 0
+        if self._is_doubted and not await self._regains_trust():
+            return
         if self._denied_pause_s and not await self._answers():
             await asyncio.sleep(self._denied_pause_s)
             self._denied_pause_s = min(2 * self._denied_pause_s, _MOST_DENIED_PAUSE_S)
         elif self.state == "suspect":
             self.state, self._denied_pause_s = "ready", 0.0
+
+    async def _regains_trust(self) -> bool:
+        """Whether a server that gave only errors generates a token. One that refuses to is brought back."""
+        error = (await self._probe()).error
+        if isinstance(error, TimedOut):  # it may only be busy
+            await asyncio.sleep(_WATCH_S)
+            return False
+        self._is_doubted = False
+        if error is not None:
+            await self._bring_back(f"{_ERRORS_TO_DOUBT} errors in a row and no token when asked for one: {error}")
+        return error is None
 
     async def _bring_back(self, why: str) -> None:
         """Restart the server, or wait for it where somebody else runs it, with growing pauses."""
@@ -193,8 +220,10 @@ class Lane:
         return False
 
     async def _answers(self) -> bool:
-        found = await asyncio.to_thread(probe, self.url, self._fleet.key, self._model, _HEALTH_TIMEOUT_S)
-        return found.ready
+        return (await self._probe()).ready
+
+    async def _probe(self) -> Readiness:
+        return await asyncio.to_thread(probe, self.url, self._fleet.key, self._model, _HEALTH_TIMEOUT_S)
 
     async def _refresh_limits(self) -> None:
         """Read the cap again: a restarted server may have another one."""

@@ -140,7 +140,8 @@ class Loop:
 
     def _is_over(self) -> bool:
         if self._in_flight == 0:
-            return self._state != "running" or not self._queue
+            # A disk that refuses the last answers is waited for, like one that refuses any others.
+            return self._state != "running" or (not self._queue and not self._recorder.backlog)
         return self._drain_until is not None and time.monotonic() >= self._drain_until
 
     def _feed(self) -> None:
@@ -228,6 +229,8 @@ class Loop:
             lane.suspect(denied=error.stops_run)
         if error.stops_run and not self._progress.rows:
             self._fail(f"{lane.name}: {error}. Every row would fail like this one.")
+        if error.retryable and error.counts_as_attempt:
+            lane.stumbled()
         if not is_final(error, job.attempt, self._generation.max_attempts):
             lane.failed()
             wait_s = retry_wait_s(error, job.attempt, self._draw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from dfexp.errors import ShardError, StorageError
 from dfexp.generate.events import EventLog
@@ -25,6 +26,8 @@ class Recorder:
 
     def __init__(self, shards: Shards, events: EventLog) -> None:
         self._shards, self._events = shards, events
+        # A thread of its own: health checks of servers that hang would keep all shared ones busy.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dfexp-recorder")
         self._rows: list[Completion] = []
         self._failures: list[Failure] = []
         self._wake = asyncio.Event()
@@ -74,7 +77,8 @@ class Recorder:
         rows, failures = self._rows[:], self._failures[:]
         if not rows and not failures:
             return
-        sealed = await asyncio.to_thread(self._shards.commit, rows, failures)
+        loop = asyncio.get_running_loop()
+        sealed = await loop.run_in_executor(self._thread, self._shards.commit, rows, failures)
         del self._rows[: len(rows)], self._failures[: len(failures)]
         for shard in sealed:
             self._events.record("shard_sealed", shard=shard.name, rows=shard.rows)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from dfexp import control, fleet
-from dfexp.errors import FingerprintError, RunError
-from dfexp.generate.identity import hardware, versions
-from dfexp.jsonl import read_json, write_json
+from dfexp.errors import CorruptShardError, FingerprintError, RunError
+from dfexp.generate.identity import hardware, sampling_text, versions
+from dfexp.jsonl import disk, read_json, write_json
 from dfexp.layout import FleetFolder, RunFolder
 from dfexp.params import RunSpec, validate
 from dfexp.processes import ProcessId
@@ -38,26 +39,35 @@ def fleet_folder(spec: RunSpec, root: Path) -> FleetFolder:
 
 def read_spec(folder: RunFolder) -> RunSpec:
     """The parameters that a run was last started with. Raises RunError if the folder holds no run."""
+    return validate(_recorded(folder)["spec"], str(folder.run_json))
+
+
+def _recorded(folder: RunFolder) -> dict[str, Any]:
+    """The content of run.json. Raises RunError if there is none, or one that dfexp did not write."""
     try:
-        recorded = read_json(folder.run_json)
-    except FileNotFoundError:
-        raise RunError(
-            f"{folder.path} holds no run: there is no run.json. Give the name of a run or its folder."
-        ) from None
-    return validate(recorded["spec"], str(folder.run_json))
+        with disk(f"read {folder.run_json}", "Fix the folder."):
+            recorded = read_json(folder.run_json) if folder.run_json.exists() else None
+    except CorruptShardError as error:
+        raise RunError(str(error)) from None
+    if recorded is None:
+        raise RunError(f"{folder.path} holds no run: there is no run.json. Give the name of a run or its folder.")
+    if not all(isinstance(recorded.get(key), dict) for key in ("spec", "prompts", "configs")):
+        raise RunError(f"{folder.run_json} is not of dfexp, and is left as it is. Choose another name for `run`.")
+    return recorded
 
 
 def prepare(spec: RunSpec, root: Path) -> RunFolder:
     """Freeze the prompts and write run.json, or check that both belong to these parameters.
 
     Safe to call again. Raises PromptsError for prompts that cannot be read, FingerprintError for a run of this name
-    that was begun with other prompts; then nothing has changed.
+    that was begun with other prompts or sampling, RunError for a folder of something else; then nothing has changed.
     """
     folder = run_folder(spec, root)
     with _one_at_a_time(folder):
         if folder.run_json.exists():
-            recorded = read_json(folder.run_json)
+            recorded = _recorded(folder)
             _check_prompts(spec, recorded, root, folder)
+            _check_sampling(spec, recorded, folder)
             if recorded["spec"] != spec.model_dump() and control.living_process(folder) is None:
                 write_json(folder.run_json, {**recorded, "spec": spec.model_dump()})
             return folder
@@ -79,12 +89,13 @@ def prepare(spec: RunSpec, root: Path) -> RunFolder:
 
 def keep_frozen(folder: RunFolder, root: Path) -> None:
     """Note that sources which have changed since the prompts were frozen are known to have: the run goes on without."""
-    recorded = read_json(folder.run_json)
-    for source in recorded["prompts"]["sources"]:
-        path = root / source["path"]
-        if path.exists() and (now := _sha256(path)) != source["sha256"]:
-            source["changed_sha256"] = now
-    write_json(folder.run_json, recorded)
+    with _one_at_a_time(folder):
+        recorded = _recorded(folder)
+        for source in recorded["prompts"]["sources"]:
+            path = root / source["path"]
+            if path.exists() and (now := _sha256(path)) != source["sha256"]:
+                source["changed_sha256"] = now
+        write_json(folder.run_json, recorded)
 
 
 def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = None) -> RunFolder:
@@ -105,7 +116,8 @@ def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = N
             _check_same(spec, folder)
             return folder
         fleet.attach(fleet_folder(spec, root))
-        folder.control.mkdir(exist_ok=True)
+        with disk(f"create {folder.control}", "Fix the folder."):
+            folder.control.mkdir(exist_ok=True)
         _spawn(folder, root, retry_failed)
     return folder
 
@@ -159,6 +171,16 @@ def _check_prompts(spec: RunSpec, recorded: Mapping[str, Any], root: Path, folde
             )
 
 
+def _check_sampling(spec: RunSpec, recorded: Mapping[str, Any], folder: RunFolder) -> None:
+    """Rows of one run share their sampling: told before the parameters replace those that the rows were made with."""
+    old, new = recorded.get("fingerprint", {}).get("sampling"), sampling_text(spec.generation)
+    if old not in (None, new):
+        raise FingerprintError(
+            f"run {folder.name!r} belongs to another sampling ({_changes(json.loads(old), json.loads(new))}). Choose "
+            "another name for `run`, or put the old values back."
+        )
+
+
 def _check_same(spec: RunSpec, folder: RunFolder) -> None:
     """Joining a running process with other parameters would silently ignore them."""
     old, new = read_json(folder.run_json)["spec"], spec.model_dump()
@@ -191,7 +213,9 @@ def _sha256(path: Path) -> str:
 @contextmanager
 def _one_at_a_time(folder: RunFolder) -> Iterator[None]:
     """Two cells or terminals that start the same run wait for each other instead of racing."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    with (folder.path / ".start.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        with disk(f"use {folder.path}", "Fix the folder, or choose another name for `run`."):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder.path / ".start.lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

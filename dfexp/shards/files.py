@@ -75,7 +75,7 @@ def lock(folder: Path) -> int:
     path = folder / LOCK
     with disk(f"lock {path}", "Fix the folder."), ExitStack() as undo:
         # The file stays for ever: removing it would let two writers lock two files of one name.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         undo.callback(os.close, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

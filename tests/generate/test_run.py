@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 from collections import Counter
@@ -12,10 +13,9 @@ from typing import Any
 import pytest
 
 from dfexp import control, generate
-from dfexp.errors import FingerprintError, RunError
+from dfexp.errors import FingerprintError, RunError, StorageError
 from tests.generate.conftest import Project
 from tests.scripted_server import Cut, Hang, Raw, ScriptedServer, chat, error
-
 
 STARTER = """
 import sys
@@ -271,11 +271,13 @@ async def test_other_prompts_model_or_sampling_are_refused_and_nothing_changes(p
         folder = await project.start(spec)
         await project.end(folder)
         before = {p: p.read_bytes() for p in folder.completions.iterdir() if p.name != ".lock"}
-        with pytest.raises(RunError, match=r"sampling"):
+        recorded = folder.run_json.read_bytes()
+        with pytest.raises(FingerprintError, match=r"another sampling \(temperature: None -> 0\.1\)"):
             await project.start(project.spec([server.url], temperature=0.1))
         with pytest.raises(FingerprintError, match=r"has changed since run 'r' froze its prompts"):
             await project.start(project.spec([server.url], prompts=21))
         assert {p: p.read_bytes() for p in folder.completions.iterdir() if p.name != ".lock"} == before
+        assert folder.run_json.read_bytes() == recorded, "a refused resume must not spoil the next"
 
 
 async def test_joining_a_running_process_with_other_parameters_is_refused(project: Project) -> None:
@@ -286,3 +288,67 @@ async def test_joining_a_running_process_with_other_parameters_is_refused(projec
             await project.start(project.spec([server.url], 1000, drain_s=6.0))
         await asyncio.to_thread(lambda: generate.stop(folder, reason="test", now=True))
         await project.end(folder)
+
+
+async def test_an_outage_behind_a_proxy_is_waited_out_like_any_other(project: Project) -> None:
+    """The proxy answers everything with errors: rows must not use up their attempts on it."""
+    probes = 0
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        nonlocal probes
+        if n < 12 or probes >= 3:
+            return chat()
+        probes += question(body) == "Hi"
+        return Raw(502, "<html>bad gateway</html>", "text/html")
+
+    async with ScriptedServer(script) as server:
+        folder = await project.start(project.spec([server.url], 100))
+        status = await project.end(folder)
+        sent = Counter(question(b) for b in server.bodies)
+    assert (status["state"], status["done"], status["failed"]) == ("ended", 100, 0)
+    assert sum(sent.values()) < 100 + 12 + 20
+    assert {"server_down", "server_back"} <= set(project.events(folder))
+
+
+async def test_a_disk_that_refuses_the_last_answers_is_waited_for(project: Project) -> None:
+    async with ScriptedServer(lambda b, n: chat(), delay_s=0.05) as server:
+        spec = project.spec([server.url], 60, drain_s=0.0)
+        folder = await project.start(spec)
+        await project.until(folder, lambda s: s.get("done", 0) >= 8)
+        process = control.living_process(folder)
+        assert process is not None
+        before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        gone = await asyncio.to_thread(control.wait_until, lambda: not process.is_alive(), 7.0)
+        assert not gone, folder.log.read_text()
+        assert len({question(b) for b in server.bodies if "question" in question(b)}) == 60
+        assert sum(project.counts(folder).values()) < 60
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, before)
+        status = await project.end(folder)
+    assert (status["state"], status["done"]) == ("ended", 60)
+    assert project.counts(folder) == Counter(range(60))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"name": "a node project", "spec": 1}', "my notes"])
+async def test_a_folder_of_something_else_is_left_alone(project: Project, content: str) -> None:
+    spec = project.spec(["http://127.0.0.1:1"])
+    folder = project.root / "outputs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(content)
+    with pytest.raises(RunError, match=r"run\.json"):
+        generate.prepare(spec, project.root)
+    assert (folder / "run.json").read_text() == content
+
+
+async def test_a_name_that_is_taken_is_told_and_a_link_is_not_written_through(project: Project) -> None:
+    spec = project.spec(["http://127.0.0.1:1"])
+    (project.root / "outputs").mkdir()
+    taken = project.root / "outputs" / "r"
+    taken.write_text("mine")
+    with pytest.raises(StorageError, match=r"outputs/r: File exists.*another name"):
+        generate.prepare(spec, project.root)
+    assert taken.read_text() == "mine"
+    taken.rename(project.root / "mine")
+    taken.mkdir()
+    (taken / ".start.lock").symlink_to(project.root / "mine")
+    generate.prepare(spec, project.root)
+    assert (project.root / "mine").read_text() == "mine"
