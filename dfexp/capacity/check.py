@@ -7,7 +7,7 @@ modelled is reported as such, never guessed and never a crash.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
@@ -113,16 +113,14 @@ def check_lines(lines: Iterable[str]) -> tuple[Checked, ...]:
             continue
         try:
             rows.append(check_row(json.loads(line), number))
-        except ValidationError as error:
-            rows.append(Checked(id=f"line {number}", kind="unreadable", notes=(first_mistake(error),)))
         except (CapacityError, ValueError, ArithmeticError, RecursionError) as error:
-            rows.append(Checked(id=f"line {number}", kind="unreadable", notes=(str(error),)))
+            reason = first_mistake(error) if isinstance(error, ValidationError) else str(error)
+            rows.append(Checked(id=f"line {number}", kind="unreadable", notes=(reason,)))
     return tuple(rows)
 
 
-def status(rows: Iterable[Checked]) -> int:
+def status(rows: Sequence[Checked]) -> int:
     """0: every number keeps its promise; 1: one does not; 2: a line is unreadable, or nothing was compared."""
-    rows = tuple(rows)
     if not all(row.ok for row in rows):
         return 1
     return 2 if any(row.kind == "unreadable" for row in rows) or not any(row.compared for row in rows) else 0
@@ -293,9 +291,8 @@ def _pool(case: _Case, name: str, counts: Mapping[str, int]) -> Compared | str:
     return Compared(name=name, predicted=predicted, logged=size, error=error, allowed=allowed, basis=basis)
 
 
-def to_json(rows: Iterable[Checked]) -> dict[str, Any]:
+def to_json(rows: Sequence[Checked]) -> dict[str, Any]:
     """The report for machines; `error` of tokens is a share, of everything else a difference."""
-    rows = tuple(rows)
     compared = [item for row in rows for item in row.compared]
     summary = {
         "rows": len(rows),
@@ -304,12 +301,15 @@ def to_json(rows: Iterable[Checked]) -> dict[str, Any]:
         "rows_outside": sum(not row.ok for row in rows),
         "unreadable": sum(row.kind == "unreadable" for row in rows),
     }
-    return {"status": status(rows), "rows": [{**asdict(row), "ok": row.ok} for row in rows], "summary": summary}
+    trees = []
+    for row in rows:
+        numbers = [{**asdict(item), "ok": item.ok} for item in row.compared]
+        trees.append({**asdict(row), "compared": numbers, "ok": row.ok})
+    return {"status": status(rows), "rows": trees, "summary": summary}
 
 
-def render(rows: Iterable[Checked]) -> str:
+def render(rows: Sequence[Checked]) -> str:
     """The report as a table, and below it what was not checked and why."""
-    rows = tuple(rows)
     lines = [f"{'row':<34} {'number':<22} {'predicted':>12} {'logged':>12} {'error':>10} {'allowed':>9}"]
     for row in rows:
         for item in row.compared:

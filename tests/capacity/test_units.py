@@ -1,4 +1,4 @@
-"""GiB and decimal gigabytes cannot be mixed: one module converts, names carry units, mypy keeps the types apart."""
+"""GiB and decimal gigabytes are never mixed: names carry units, and no decimal factor is in the code."""
 
 from __future__ import annotations
 
