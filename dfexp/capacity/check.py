@@ -170,9 +170,11 @@ def _understood(value: Any) -> _Case:
     flags, no_shape = _flags(given)
     shape = None
     try:
-        shape = None if no_shape else _shape(row, part, flags)
+        shape = None if no_shape else _shape(row, part)
+        if shape is not None and shape.state is not None:
+            shape.state.slot_bytes(flags.tp_size, 4)  # fails where tp does not divide it
     except CapacityError as error:
-        no_shape = str(error)
+        shape, no_shape = None, str(error)
     has_state = part.get("state_kind") not in (None, "none", "dense")
     if not part:
         has_state = shape.state is not None if shape else SLOTS in logged or flags.max_mamba_cache_size is not None
@@ -204,7 +206,7 @@ def _flags(given: Mapping[str, Any]) -> tuple[Flags, str]:
     return parsed, problem
 
 
-def _shape(row: _Row, part: Mapping[str, Any], flags: Flags) -> ModelShape:
+def _shape(row: _Row, part: Mapping[str, Any]) -> ModelShape:
     """The row's shape, or that of the model it names. Raises CapacityError."""
     if not part:
         return load_model(str(row.model)).shape
@@ -218,7 +220,6 @@ def _shape(row: _Row, part: Mapping[str, Any], flags: Flags) -> ModelShape:
             head_dim=get("v_dim", "head_dim_state"), state_size=get("k_dim", "state_size"),
             groups=get("k_heads", "n_groups"), conv_kernel=get("conv_kernel"),
         )  # fmt: skip
-        state.slot_bytes(flags.tp_size, 4)
     layers = get("attention_layers")
     if part.get("kv_lora_rank") is not None:
         rank, width = get("kv_lora_rank"), get("kv_lora_rank") + get("qk_rope_head_dim")
