@@ -74,7 +74,7 @@ def _conclude(folder: RunFolder, status: dict[str, Any] | None) -> dict[str, Any
         )
     counts = f"{_counts(status)}; {status['asked'] - status['done'] - status['failed']:,} left; what is done is on disk"
     if status["state"] == "stopped":
-        raise RunStopped(f"run {folder.name!r} was stopped ({status['reason']}): {counts}. {resume}")
+        raise RunStopped(f"run {folder.name!r} was stopped ({status['reason'] or 'unsaid'}): {counts}. {resume}")
     if status["state"] == "failed":
         raise RunError(f"run {folder.name!r} failed: {status['reason']} ({counts}). {resume}")
     return status
@@ -203,7 +203,7 @@ def limits(statuses: Sequence[ServerStatus]) -> Table:
         said = status.limits or ServerLimits()
         parts = [f"{part} {count / 2**20:,.0f}" for part, count in (said.state_bytes or {}).items()]
         row = {
-            "server": status.name, "model": said.model or "-", "engine": said.engine_version or "-",
+            "server": status.name, "model": said.model or "-",
             "requests at once": said.max_running_requests, "tokens per request": said.context_length,
             "tokens, all requests": said.max_total_num_tokens, "memory implied (MiB)": " + ".join(parts) or "-",
             "RAM now (MiB)": None if status.rss_bytes is None else round(status.rss_bytes / 2**20),
@@ -214,7 +214,7 @@ def limits(statuses: Sequence[ServerStatus]) -> Table:
         " requests: the KV pool. memory implied: computed from model and limits. RAM now: measured, with shared pages."
         " A dash is what the engine does not say."
     )
-    return Table(name="limits", title="Limits and memory", rows=rows, note=note)
+    return Table(name="limits", title="What each server says of its room", rows=rows, note=note)
 
 
 def room_conclusion(answer: Answer, statuses: Sequence[ServerStatus]) -> str:
@@ -231,7 +231,7 @@ def room_conclusion(answer: Answer, statuses: Sequence[ServerStatus]) -> str:
         return measured
     together = sum(slot or 0 for slot in slots)
     return (
-        f"{measured} **{together:,} at once**, as many as the servers decode, would make {text(alone * together)}: a"
-        " bound that no fleet reaches, because requests share the processor and the memory's bandwidth. 04_report has"
-        " the rate that a run had."
+        f"{measured} **{together:,} at once**, as many as the servers decode, would make {text(alone * together)}"
+        " tokens/s: a bound that no fleet reaches, because requests share the processor and the memory's bandwidth."
+        " 04_report has the rate that a run had."
     )

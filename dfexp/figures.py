@@ -75,7 +75,7 @@ def in_flight(data: report.RunData) -> Chart:
     figure = go.Figure(go.Scatter(x=series["at_s"] / unit_s, y=series["requests"], **style))
     slots = [server.get("cap") for server in (data.status or {}).get("servers", ())]
     if slots and None not in slots:
-        words = {"text": f"the servers decode {sum(slots):,} at once", "yanchor": "bottom"}
+        words = {"text": f"the servers decode {sum(slots):,} at once", "x": 0, "xanchor": "left", "yanchor": "bottom"}
         figure.add_hline(y=sum(slots), line={"dash": "dash", "color": "#444"}, annotation=words)
     subtitle = "Sent and not yet answered, finished rows only, mean per step; above the line they wait in a server"
     return finish(figure, _source(data), "Requests in flight", subtitle, x, "requests")
