@@ -306,15 +306,14 @@ def _why(item: Candidate, current: Candidate) -> str:
     """One sentence: what differs, what that does to the number of running requests, and the gain."""
     new, old = item.memory, current.memory
     facts = {
-        "GiB of weights": (new.weights_bytes / GIB, old.weights_bytes / GIB),
-        "MiB a state slot": (new.slot_bytes / 2**20, old.slot_bytes / 2**20),
-        "KiB a KV token": (new.kv_token_bytes / 1024, old.kv_token_bytes / 1024),
-        "state slots a request": (new.resolved.slots_per_request, old.resolved.slots_per_request),
+        "weights in GiB": (new.weights_bytes / GIB, old.weights_bytes / GIB),
+        "MiB per state slot": (new.slot_bytes / 2**20, old.slot_bytes / 2**20),
+        "KiB per KV token": (new.kv_token_bytes / 1024, old.kv_token_bytes / 1024),
+        "state slots per request": (new.resolved.slots_per_request, old.resolved.slots_per_request),
         "KV tokens": (new.max_total_num_tokens, old.max_total_num_tokens),
     }
-    parts = [
-        f"{round(now, 1):,} {name} instead of {round(was, 1):,}" for name, (now, was) in facts.items() if now != was
-    ]
+    changed = {name: values for name, values in facts.items() if values[0] != values[1]}
+    parts = [f"{name} {round(now, 1):,} (was {round(was, 1):,})" for name, (now, was) in changed.items()]
     if new.resolved.overlap and not old.resolved.overlap:
         parts.append("overlap scheduling on")
     if not item.changes:

@@ -18,7 +18,7 @@ EXPANSION = ROOT / "params" / "expansion_v1.yaml"
 
 
 def spec_with(root: Path, **plan: Any) -> params.RunSpec:
-    """The expansion run with lengths like those of its early figures, and keys of its plan replaced (None: left out)."""
+    """The expansion run with lengths like its early figures give, and keys of its plan replaced (None: left out)."""
     tree = yaml.safe_load(EXPANSION.read_text())
     fitted = {"completion": {"median": 2542.0, "sigma": 0.41}}
     tree["plan"] = {key: value for key, value in {**tree["plan"], **fitted, **plan}.items() if value is not None}

@@ -58,7 +58,7 @@ def test_every_winner_is_explained_in_one_sentence(made: Plan) -> None:
         assert item.why.endswith(".")
         assert item.why.count(". ") == 0
         assert "times the rate" in item.why
-    assert "1 state slots a request instead of 3" in made.ranked[0].why
+    assert "state slots per request 1 (was 3)" in made.ranked[0].why
     assert "overlap scheduling on" in made.ranked[0].why
 
 
