@@ -210,7 +210,8 @@ def _joined_text(message: Any) -> tuple[str, list[str]]:
 
 def _count(usage: Any, name: str) -> int | None:
     value = getattr(usage, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53  # as JSON readers have it
+    return value if is_count else None
 
 
 def _raise_classified(error: Exception) -> NoReturn:

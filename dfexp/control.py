@@ -7,12 +7,14 @@ A command names the process it is meant for: one that was left for a process now
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dfexp.errors import ControlError, CorruptShardError
+from dfexp.errors import ControlError, CorruptShardError, StorageError
 from dfexp.jsonl import disk, read_json, write_json
 from dfexp.layout import RunFolder
 from dfexp.processes import ProcessId
@@ -59,7 +61,10 @@ def send(folder: RunFolder, verb: str, **args: Any) -> None:
     if process is None:
         raise ControlError(f"run {folder.name!r} has no running process, so it cannot be told to {verb!r}.")
     path = folder.control / f"{time.time_ns():020d}.command.json"
-    write_json(path, {"verb": verb, "to": str(process), "args": args})
+    try:
+        write_json(path, {"verb": verb, "to": str(process), "args": args})
+    except StorageError:  # a full disk takes no command; the process takes a signal for one
+        os.kill(process.pid, signal.SIGTERM)
 
 
 def take_commands(folder: RunFolder, me: ProcessId) -> list[Command]:

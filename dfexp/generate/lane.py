@@ -13,7 +13,7 @@ from typing import Any
 from dfexp.client import ServerClient
 from dfexp.engines import Readiness, get_text, probe
 from dfexp.errors import DfexpError, RequestError, TimedOut, Unreachable
-from dfexp.fleet import Fleet, Server
+from dfexp.fleet import Fleet, Server, scrub
 from dfexp.generate.events import EventLog
 from dfexp.params import RunSpec
 from dfexp.records import ServerLimits
@@ -184,7 +184,8 @@ class Lane:
     async def _bring_back(self, why: str) -> None:
         """Restart the server, or wait for it where somebody else runs it, with growing pauses."""
         self.state, self.down_since, self._misses = "down", time.monotonic(), 0
-        self._events.record("server_down", server=self.name, detail=why, in_flight=len(self.tasks))
+        said = scrub(why, self._fleet.key)
+        self._events.record("server_down", server=self.name, detail=said, in_flight=len(self.tasks))
         pause_s = 0.5
         while not (await self._restart() if self.owned else await self._answers()):
             if self.owned and self._deaths_in_a_row >= _RESTART_BUDGET:
@@ -230,4 +231,4 @@ class Lane:
         try:
             self.limits = await asyncio.to_thread(self._fleet.limits, self.name)
         except RequestError as error:
-            self._events.record("limits_unknown", server=self.name, detail=str(error))
+            self._events.record("limits_unknown", server=self.name, detail=scrub(str(error), self._fleet.key))

@@ -16,7 +16,7 @@ from typing import Any
 
 from dfexp import control
 from dfexp.errors import AccessDenied, RateLimited, RequestError, StorageError, Unreachable
-from dfexp.fleet import Fleet
+from dfexp.fleet import Fleet, scrub
 from dfexp.generate.events import EventLog
 from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
@@ -62,7 +62,7 @@ class Loop:
     def __init__(self, setup: Setup, queue: WorkQueue) -> None:
         """Args: queue, the rows to do."""
         self._s, self._queue, self._generation = setup, queue, setup.spec.generation
-        self._fields = request_fields(self._generation)
+        self._fields, self._key = request_fields(self._generation), setup.fleet.key
         self._lanes: list[Lane] = []
         self._started_at, self._started = time.time(), time.monotonic()
         self._done_before = setup.shards.done
@@ -222,13 +222,13 @@ class Loop:
         )
 
     def _take_error(self, lane: Lane, job: Job, prompt: Prompt, error: RequestError) -> None:
-        now = time.monotonic()
+        now, words = time.monotonic(), scrub(str(error), self._key)
         if isinstance(error, RateLimited):
             lane.pause(now, retry_wait_s(error, job.attempt, self._draw) or 1.0)
         elif isinstance(error, (Unreachable, AccessDenied)):
             lane.suspect(denied=error.stops_run)
         if error.stops_run and not self._progress.rows:
-            self._fail(f"{lane.name}: {error}. Every row would fail like this one.")
+            self._fail(f"{lane.name}: {words}. Every row would fail like this one.")
         if error.retryable and error.counts_as_attempt:
             lane.stumbled()
         if not is_final(error, job.attempt, self._generation.max_attempts):
@@ -242,7 +242,7 @@ class Loop:
             index=job.index,
             id=prompt.id,
             kind=error.kind,
-            message=str(error),
+            message=words,
             attempts=job.attempt,
             server=lane.name,
             config_id=self._s.config_id,
@@ -250,7 +250,7 @@ class Loop:
         )
         if self._streak.failure(failure):
             self._fail(
-                f"{self._streak.length} rows failed one after the other, the last with: {error}. They are not "
+                f"{self._streak.length} rows failed one after the other, the last with: {words}. They are not "
                 "counted as failed: fix the cause, then resume."
             )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dfexp import control, generate
+from dfexp import control, generate, params
 from dfexp.errors import FingerprintError, RunError, StorageError
 from tests.generate.conftest import Project
 from tests.scripted_server import Cut, Hang, Raw, ScriptedServer, chat, error
@@ -352,3 +352,23 @@ async def test_a_name_that_is_taken_is_told_and_a_link_is_not_written_through(pr
     (taken / ".start.lock").symlink_to(project.root / "mine")
     generate.prepare(spec, project.root)
     assert (project.root / "mine").read_text() == "mine"
+
+
+async def test_a_key_that_a_server_repeats_is_not_written(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "sk-0123456789abcdef"
+    monkeypatch.setenv("DFEXP_TEST_KEY", key)
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        asked = question(body)
+        return error(400, f"you sent Bearer {key}") if asked == "question 3" else chat(completion_tokens=10**400)
+
+    async with ScriptedServer(script) as server:
+        tree = project.spec([server.url]).model_dump()
+        tree["fleet"]["api_key_env"] = "DFEXP_TEST_KEY"
+        folder = await project.start(params.validate(tree, "test"))
+        status = await project.end(folder)
+        assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {key}"}
+    assert (status["state"], status["done"], status["failed"]) == ("ended", 19, 1), "no count is too odd"
+    assert {row["completion_tokens"] for row in project.rows(folder)} == {None}
+    assert "you sent Bearer (key hidden)" in project.failures(folder)[0]["message"]
+    assert not [path for path in project.root.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
