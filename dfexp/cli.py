@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import signal
 import sys
 import time
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _told(error, EXIT_FAILED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         return EXIT_OK
+    except OSError as error:
+        return _told(error, EXIT_FAILED)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,7 +159,7 @@ def _run_notebooks(spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed
         attendant = _Attendant(spec, folder, root, signals)
         try:
             for name in NOTEBOOKS:
-                print(f"{name} ...", flush=True)
+                _say(f"{name} ...")
                 notebook.execute(name, spec, folder, root, tick=attendant.tick)
                 if name == NOTEBOOKS[0] and retry_failed is not None:
                     generate.start(spec, root, retry_failed=retry_failed)
@@ -169,10 +173,10 @@ def _conclude(folder: RunFolder) -> int:
     found = control.read_status(folder) or {}
     asked, done, failed = (found.get(key, 0) for key in ("asked", "done", "failed"))
     counts = f"{done} succeeded + {failed} failed = {done + failed} of {asked} asked"
-    print(f"run {folder.name!r} {found.get('state')}: {counts}")
-    print(f"  completions  {folder.completions}")
-    print(f"  report       {folder.notebooks / '04_report.html'}")
-    print(f"  tables       {folder.report}")
+    _say(f"run {folder.name!r} {found.get('state')}: {counts}")
+    _say(f"  completions  {folder.completions}")
+    _say(f"  report       {folder.notebooks / '04_report.html'}")
+    _say(f"  tables       {folder.report}")
     return EXIT_OK if found.get("state") == "ended" and done + failed == asked else EXIT_FAILED
 
 
@@ -200,16 +204,17 @@ class _Attendant:
         if time.monotonic() >= self._next_line and control.living_process(self._folder) is not None:
             found = control.read_status(self._folder)
             if found is not None:
-                print(f"  {time.strftime('%H:%M:%S')} {display.line(found)}", flush=True)
+                _say(f"  {time.strftime('%H:%M:%S')} {display.line(found)}")
             self._next_line = time.monotonic() + self._spec.generation.progress_interval_s
 
     def leave(self) -> None:
         """Stop the fleet if it is ours."""
         self._claim()
         if self._foreign is not None:
-            print(f"fleet {self._spec.fleet_name!r} was running before and is left running.")
+            _say(f"fleet {self._spec.fleet_name!r} was running before and is left running.")
         elif self._launched is not None and _fleet_identity(self._spec, self._root) == self._launched:
-            print("\n".join(fleet.attach(generate.fleet_folder(self._spec, self._root)).down()), flush=True)
+            self._end_the_run()
+            _say("\n".join(fleet.attach(generate.fleet_folder(self._spec, self._root)).down()))
             self._mark.unlink(missing_ok=True)
 
     def _claim(self) -> None:
@@ -219,7 +224,21 @@ class _Attendant:
             self._launched,
         ):
             self._launched = identity
-            self._mark.write_text(str(identity))
+            with contextlib.suppress(OSError):  # a full disk; only a kill of this command would need the mark
+                self._mark.write_text(str(identity))
+
+    def _end_the_run(self) -> None:
+        """A run goes on for a while when its notebook was killed, and holds the fleet until it has drained."""
+        end = time.monotonic() + self._spec.generation.drain_s + 30.0
+        with contextlib.suppress(ControlError):  # raised once it has ended
+            generate.stop(self._folder, reason="dfexp run has ended")
+            while time.monotonic() < end and not control.wait_until(self._has_ended, 0.5):
+                if len(self._signals) > self._obeyed:
+                    self._obeyed = len(self._signals)
+                    generate.stop(self._folder, reason="dfexp run has ended", now=True)
+
+    def _has_ended(self) -> bool:
+        return control.living_process(self._folder) is None
 
     def _obey(self) -> None:
         try:
@@ -228,7 +247,7 @@ class _Attendant:
             raise RunStopped(f"stopped before rows were made. Go on with: dfexp resume {self._folder.name}") from None
         if self._obeyed > 2:
             raise RunStopped(f"left at once. Rows reported done are safe. Go on with: dfexp resume {self._folder.name}")
-        print("stopping: requests in flight may finish; once more cuts them off", flush=True)
+        _say("stopping: requests in flight may finish; once more cuts them off")
 
 
 @contextmanager
@@ -286,9 +305,18 @@ def _all_runs(outputs: Path) -> list[RunFolder]:
     return [RunFolder(path.parent) for path in sorted(outputs.glob("*/run.json"))]
 
 
-def _told(error: DfexpError, code: int) -> int:
-    sys.stderr.write(f"dfexp: {error}\n")
+def _told(error: Exception, code: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"dfexp: {error}", file=sys.stderr)
     return code
+
+
+def _say(text: str) -> None:
+    """Print a line. An output that is gone, such as a closed terminal or the pipe to `head`, must not end a run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

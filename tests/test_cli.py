@@ -220,3 +220,20 @@ def test_stop_from_another_terminal(project: Path) -> None:
     start = time.monotonic()
     assert run("stop", "small").returncode == 0, "stopping what has stopped is no error"
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.slow
+def test_an_output_that_is_gone_ends_no_run_and_a_killed_kernel_leaves_no_server(project: Path) -> None:
+    folder = RunFolder(project / "outputs" / "small")
+    with subprocess.Popen([*DFEXP, "run", "params/small.yaml"], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        command.stdout.readline()
+        command.stdout.close()  # as `dfexp run ... | head -1` does
+        wait_for(lambda: done(folder) >= 3)
+        children = psutil.Process(command.pid).children(recursive=True)
+        (kernel,) = [child for child in children if "ipykernel" in " ".join(child.cmdline())]
+        kernel.kill()
+        assert command.wait(120) == cli.EXIT_FAILED
+    assert control.living_process(folder) is None
+    assert not processes_of(project), "the fleet is stopped once the run has let go of it"
+    assert sum(counts(folder).values()) == done(folder)
