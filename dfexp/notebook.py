@@ -100,30 +100,26 @@ def execute(
     process is touched; `tick` is called about once a second in the calling thread, and when it raises, the kernel is
     killed. Raises NotebookError, and RunStopped where a cell raised it.
     """
-    notebook = nbformat.read(find(name, root), as_version=4)
-    _inject(notebook, spec)
+    from papermill.iorw import load_notebook_node  # takes seconds, and a kernel that asks for its spec does not need it
+    from papermill.parameterize import parameterize_notebook
+
+    source = load_notebook_node(str(find(name, root)))
+    notebook = parameterize_notebook(source, spec.model_dump(mode="json"))
     page = folder.notebooks / f"{name}.html"
     folder.notebooks.mkdir(parents=True, exist_ok=True)
     with page.with_suffix(".log").open("wb") as log:
-        execution = _Execution(notebook, root, log)
+        servers = FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name)
+        execution = _Execution(notebook, root, log, save=lambda: _save(notebook, page, servers))
         try:
             execution.wait(tick)
         finally:
             execution.kill()
-            _write(notebook, page, FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name))
+            page.write_text(_html(_save(notebook, page, servers)), encoding="utf-8")
     if execution.error == "RunStopped":
         raise RunStopped(execution.message)
     if execution.error:
         raise NotebookError(f"{name}.ipynb, {execution.message} More is in {page}")
     return page
-
-
-def _inject(notebook: Any, spec: params.RunSpec) -> None:
-    """Put the whole run into a cell after the parameters cell, as papermill would."""
-    lines = [f"{name} = {value!r}" for name, value in spec.model_dump(mode="json").items()]
-    cell = nbformat.v4.new_code_cell("\n".join(("# Parameters", *lines)), metadata={"tags": ["injected-parameters"]})
-    tagged = [number for number, old in enumerate(notebook.cells) if "parameters" in old.metadata.get("tags", ())]
-    notebook.cells.insert(tagged[0] + 1 if tagged else 0, cell)
 
 
 class _Execution:
@@ -133,7 +129,7 @@ class _Execution:
     when its parent, this process, is gone.
     """
 
-    def __init__(self, notebook: Any, root: Path, log: BinaryIO) -> None:
+    def __init__(self, notebook: Any, root: Path, log: BinaryIO, save: Callable[[], object]) -> None:
         from nbclient import NotebookClient  # takes seconds, and a kernel that asks for its spec does not need it
 
         self.error, self.message, self._number = "", "", 0
@@ -142,6 +138,7 @@ class _Execution:
             notebook,
             resources={"metadata": {"path": str(root)}},
             on_cell_execute=self._begins,
+            on_cell_executed=lambda **_: save(),  # whoever is killed later leaves the cells that ran
             startup_timeout=120,
             iopub_timeout=600,  # a flood of output may lag minutes behind the cell that wrote it
             coalesce_streams=True,
@@ -191,14 +188,14 @@ class _Execution:
             self.message = f"cell [{self._number}] `{lines[-1].strip()[:80]}`: {message}"
 
 
-def _write(notebook: Any, page: Path, folder: FleetFolder) -> None:
-    """The executed copy, without the fleet's key, wherever a traceback or a reply may have put it; and its page."""
-    text = nbformat.writes(notebook)
+def _save(notebook: Any, page: Path, folder: FleetFolder) -> str:
+    """Write the executed copy, and return it: without the fleet's key, wherever a traceback or a reply has put it."""
+    text: str = nbformat.writes(notebook)
     with suppress(errors.FleetError):  # no fleet, or none whose key can be known here
         key = fleet.attach(folder).key
         text = text.replace(key, "(hidden)") if len(key) >= 8 else text
     page.with_suffix(".ipynb").write_text(text, encoding="utf-8")
-    page.write_text(_html(text), encoding="utf-8")
+    return text
 
 
 def _html(text: str) -> str:
