@@ -107,7 +107,8 @@ def html(status: Mapping[str, Any] | None) -> str:
     for said in filter(None, (status.get("reason"), status.get("disk_refuses"))):
         parts.append(f"<div style='margin-top:6px'>{escaping.escape(str(said))}</div>")
     if status["servers"]:
-        note = f"answers, errors, restarts: this session; tokens/s: completion tokens, last {status['window_s']:.0f} s"
+        window = f"completion tokens, last {status['window_s']:.0f} s"
+        note = f"answers, errors, restarts: since the last start; tokens/s: {window}"
         servers = rows_html([_server(server) for server in status["servers"]])
         parts.append(f"<div style='margin-top:10px'>{servers}<div style='opacity:.7;font-size:12px'>{note}</div></div>")
     for title, counts in (("Failed", status["failures_by_kind"]), ("Flags", status["flags"])):
@@ -141,7 +142,7 @@ def _facts(status: Mapping[str, Any]) -> str:
         (going, text(status["in_flight"]), "requests<br>in flight"),
         (status["state"] == "running", duration(status["eta_s"]), "left, at the rate<br>since the start"),
         (mean is not None, text(mean), "completion tokens<br>mean, finished rows"),
-        (True, duration(status["at"] - status["started_at"]), "since this<br>session began"),
+        (True, duration(status["at"] - status["started_at"]), "since the<br>last start"),
     )
     cells = "".join(
         "<div style='min-width:8em'>"
@@ -164,10 +165,10 @@ def _server(server: Mapping[str, Any]) -> dict[str, Any]:
 
 def conclusion(status: Mapping[str, Any], fleet_name: str) -> str:
     """What a run that ended came to, and how to stop its fleet, as Markdown."""
-    earlier = f", {status['done_before']:,} of them in earlier sessions" if status["done_before"] else ""
+    earlier = f", {status['done_before']:,} of them before the last start" if status["done_before"] else ""
     failed = f"**{status['failed']:,} failed** and 04_report says why" if status["failed"] else "none failed"
     return (
-        f"**{status['done']:,} of {status['asked']:,} rows are done**{earlier}; {failed}. This session made"
+        f"**{status['done']:,} of {status['asked']:,} rows are done**{earlier}; {failed}. Since the last start it made"
         f" {status['done'] - status['done_before']:,} rows in {duration(status['at'] - status['started_at'])}."
         f"\n\nThe servers go on running: `dfexp fleet down {fleet_name}` stops them (`dfexp run` does so by itself)."
     )

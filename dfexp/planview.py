@@ -175,10 +175,10 @@ def conclusion(shown: View | None) -> str:
     setting, now = shown.prepared.setting, shown.plan.current
     text = (
         f"**Now: {now.prediction.running:,.0f} requests a server ({now.prediction.limited_by}), "
-        f"{now.prediction.tok_per_s * setting.servers:,.0f} tokens/s in all, {now.hours:,.0f} h** for "
+        f"{now.prediction.tok_per_s * setting.servers:,.0f} tokens/s in all, {now.hours:,.1f} h** for "
         f"{setting.prompts:,} completions of {setting.workload.completion.mean:,.0f} tokens."
     )
     best = shown.plan.ranked[0] if shown.plan.ranked else now
     if best.hours >= now.hours:
         return f"{text} No better flags were found."
-    return f"{text}\n\n**Best: {best.hours:,.0f} h.** {best.why} Flags: `{' '.join(best.argv)}`"
+    return f"{text}\n\n**Best: {best.hours:,.1f} h.** {best.why} Flags: `{' '.join(best.argv)}`"

@@ -26,8 +26,8 @@ class Prompt:
 class Completion:
     """One row of a shard.
 
-    `text` is the raw generation, thinking inline, byte-exact but for repaired lone surrogates. `max_tokens` is the value
-    sent. `config_id` points into run.json. `attempt` counts from 1. `flags` names what a reader should know about it.
+    `text` is the raw generation, thinking inline, byte-exact but for repaired lone surrogates. `max_tokens` is as sent.
+    `config_id` points into run.json. `attempt` counts from 1. `flags` names what a reader should know about it.
     """
 
     index: int

@@ -111,7 +111,7 @@ def summary(data: RunData, title: str | None = None) -> Table:
         ("prompt tokens, mean", float(rows["prompt_tokens"].mean()), "tokens", _COUNTED),
         ("completion tokens, mean", float(tokens.mean()), "tokens", _COUNTED + short),
         ("completion tokens", int(tokens.sum()), "tokens", "sum over rows done"),
-        ("wall time", wall_s, "s", "first request sent to last answer received, pauses between sessions included"),
+        ("wall time", wall_s, "s", "first request sent to last answer received, pauses between starts included"),
         ("busy time", data.busy_s, "s", "the part of it with at least one request of a finished row in flight"),
         ("client rate", float(tokens.sum()) / data.busy_s, "completion tokens/s", over),
         ("client rate, rows", len(rows) / data.busy_s, "completions/s", over),

@@ -14,12 +14,12 @@ Script = Callable[[dict[str, Any], int], Any]
 
 
 def chat(
-    text: Any = "hello", *, prompt_tokens: int = 7, completion_tokens: int | None = 2, **message: Any
+    text: Any = "hello", *, prompt_tokens: int = 7, completion_tokens: int | None = 2, **more: Any
 ) -> dict[str, Any]:
     """The body of a good chat completion; further keywords go into the message."""
     return {
         "id": "c1", "object": "chat.completion", "created": 1, "model": "m",
-        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text, **message}}],
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text, **more}}],
         "usage": None if completion_tokens is None else {
             "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,

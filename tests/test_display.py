@@ -188,9 +188,9 @@ def test_one_display_is_updated_in_place(folder: RunFolder, monkeypatch: pytest.
     assert {output.transient["display_id"] for output in captured.outputs} == {first.transient["display_id"]}
 
 
-def test_a_conclusion_tells_sessions_apart_and_how_to_stop_the_fleet() -> None:
+def test_a_conclusion_tells_starts_apart_and_how_to_stop_the_fleet() -> None:
     told = display.conclusion(status("ended", done=98), "demo")
     assert "98 of 100 rows are done" in told
-    assert "10 of them in earlier sessions" in told
+    assert "10 of them before the last start" in told
     assert "made 88 rows in 30 s" in told
     assert "dfexp fleet down demo" in told

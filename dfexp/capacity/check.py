@@ -111,12 +111,20 @@ def check_lines(lines: Iterable[str]) -> tuple[Checked, ...]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        value: Any = None
         try:
-            rows.append(check_row(json.loads(line), number))
+            value = json.loads(line)
+            rows.append(check_row(value, number))
         except (CapacityError, ValueError, ArithmeticError, RecursionError) as error:
             reason = first_mistake(error) if isinstance(error, ValidationError) else str(error)
-            rows.append(Checked(id=f"line {number}", kind="unreadable", notes=(reason,)))
+            rows.append(Checked(id=_name(value, number), kind="unreadable", notes=(reason,)))
     return tuple(rows)
+
+
+def _name(value: Any, number: int) -> str:
+    """The row's own id, else its line."""
+    own = value.get("id") if isinstance(value, dict) else None
+    return str(own or f"line {number}")
 
 
 def status(rows: Sequence[Checked]) -> int:
@@ -146,7 +154,7 @@ def check_row(value: Any, number: int = 0) -> Checked:
     unknown = [name for name in value.get("expected") or {} if name not in (*_POOLS, SLOTS, TOKENS, CAP)]
     notes += [f"{name} not checked: not a number that this check knows" for name in unknown]
     return Checked(
-        id=str(value.get("id") or f"line {number}"),
+        id=_name(value, number),
         kind=str(case.row.kind),
         rules=case.rules.version,
         compared=tuple(compared),

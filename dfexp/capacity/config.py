@@ -13,6 +13,8 @@ from dfexp.capacity.shape import Attention, Experts, ModelShape, StateLayers
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _STATE_TYPES = ("linear_attention", "mamba")
 _LAYER_TYPES = ("full_attention", "attention", *_STATE_TYPES)
+_BLOCKS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+"""Nemotron-H's `layers_block_type`, as the letters of the older `hybrid_override_pattern`."""
 _ADVICE = "Launch it with explicit limits and read them from its startup log instead."
 
 
@@ -50,7 +52,9 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     _refuse(fields, kind, architecture, table, name)
     hidden, layers = fields.count("hidden_size"), fields.count("num_hidden_layers")
     vocabulary, vision = hidden * fields.count("vocab_size"), config.get("vision_config")
-    attention_layers, state_layers = _layer_counts(fields, layers, name)
+    attention_layers, state_layers = _layer_counts(fields, layers, name, needs_pattern=kind == "nemotron_h")
+    if attention_layers < 1:
+        raise CapacityError(f"{name}: none of {layers} layers has attention; check layer_types or its interval.")
     attention = _attention(fields, attention_layers, hidden)
     state = _state(fields, state_layers, is_mamba=kind in table["mamba2"]) if state_layers else None
     experts, feed_parameters, inner = _feedforward(fields, layers, hidden)
@@ -94,13 +98,25 @@ def _refuse(fields: Fields, kind: str, architecture: str, table: Mapping[str, An
         raise UnsupportedModel(f"{name}: model_type {kind!r} ({architecture}) is none of {', '.join(known)}. {_ADVICE}")
 
 
-def _layer_counts(fields: Fields, layers: int, name: str) -> tuple[int, int]:
+def _pattern(fields: Fields) -> str | None:
+    """One letter per layer, where the config says it so (Nemotron-H)."""
+    blocks = fields.get("layers_block_type")
+    letters = blocks and "".join(_BLOCKS.get(str(block), "?") for block in blocks)
+    return str(letters or fields.get("hybrid_override_pattern") or "") or None
+
+
+def _layer_counts(fields: Fields, layers: int, name: str, *, needs_pattern: bool) -> tuple[int, int]:
     """Layers with attention, and layers with recurrent state."""
-    pattern, types = fields.get("hybrid_override_pattern"), fields.get("layer_types")
+    pattern, types = _pattern(fields), fields.get("layer_types")
     if pattern is not None:
         if set(pattern) - set("M*-E"):
-            raise CapacityError(f"{name}: hybrid_override_pattern = {pattern!r} must be a string of M, *, - and E.")
+            raise CapacityError(
+                f"{name}: hybrid_override_pattern = {pattern!r} must be a string of M, *, - and E "
+                f"(layers_block_type: {', '.join(_BLOCKS)})."
+            )
         return pattern.count("*"), pattern.count("M")
+    if needs_pattern and types is None:
+        raise CapacityError(f"{name}: hybrid_override_pattern or layers_block_type must say what each layer is.")
     if types is not None:
         if len(types) != layers:
             raise CapacityError(f"{name}: layer_types has {len(types)} entries, num_hidden_layers says {layers}.")
@@ -166,7 +182,7 @@ def _attention_parameters(fields: Fields, attention: Attention, hidden: int) -> 
 
 def _feedforward(fields: Fields, layers: int, hidden: int) -> tuple[Experts | None, int, int]:
     """The routed experts, the parameters of dense and shared parts, elements written per token and layer."""
-    pattern = fields.get("hybrid_override_pattern")
+    pattern = _pattern(fields)
     matrices = 3 if pattern is None else 2  # Nemotron-H has no gate
     count = fields.get("num_experts", "n_routed_experts", "num_local_experts")
     if not count:
@@ -183,8 +199,10 @@ def _feedforward(fields: Fields, layers: int, hidden: int) -> tuple[Experts | No
     if shared is None:
         shared = width * (fields.get("n_shared_experts") or 0)
     dense = dense_layers * matrices * hidden * fields.count("intermediate_size", default=width)
-    body = expert_layers * hidden * (matrices * shared + count) + dense
-    experts = Experts(layers=expert_layers, count=count, active=active, parameters=matrices * hidden * width)
+    latent = fields.count("moe_latent_size", default=hidden)  # the experts' own, smaller width, where there is one
+    around = 2 * latent if latent != hidden else 0
+    body = expert_layers * hidden * (matrices * shared + count + around) + dense
+    experts = Experts(layers=expert_layers, count=count, active=active, parameters=matrices * latent * width)
     return experts, body, (matrices - 1) * (active * width + shared)
 
 

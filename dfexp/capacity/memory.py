@@ -18,6 +18,8 @@ UNLOGGED_GIB = 0.03
 """Free memory at sizing is below the last log line before it: 0.02 to 0.06 GiB on boots of models with recurrent state
 that were looked at, nothing on those of dense models."""
 MULTIMODAL_GIB = 100 / 1024
+MOST_GIB = 2000
+"""More than any GPU has; larger numbers are MiB."""
 FRACTIONS = tuple(round(0.70 + 0.01 * step, 2) for step in range(26))
 
 CapFrom = Literal["requested", "state pool", "KV pool", "SGLang's own limit"]
@@ -31,7 +33,7 @@ class Free:
     post_gib: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.pre_gib < 100_000:
+        if not 0 < self.pre_gib < MOST_GIB:
             raise CapacityError(f"free memory before loading = {self.pre_gib} must be GiB, not MiB, and positive.")
         if self.post_gib > self.pre_gib:
             raise CapacityError(f"free memory after loading ({self.post_gib} GiB) exceeds that before; swapped?")

@@ -160,7 +160,7 @@ def plan_text(spec: RunSpec, root: Path, *, as_json: bool) -> str:
 def check_text(path: Path, *, as_json: bool) -> tuple[str, int]:
     """`dfexp capacity check FILE`: predicted beside logged, and `status`. Raises CapacityError: no such file."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
     except OSError as error:
         raise CapacityError(f"cannot read {path}: {error.strerror}. Give a file of JSON lines.") from error
     rows = check.check_lines(lines)
@@ -180,6 +180,7 @@ def table(prepared: Prepared, made: Plan) -> str:
         "",
         _line(dict(zip(row("", made.current), row("", made.current), strict=True))),
         _line(row("now", made.current)),
+        *(f"     {mark}" for mark in made.current.marks),
     ]
     for position, item in enumerate(made.ranked, 1):
         lines += _paragraph(str(position), item)

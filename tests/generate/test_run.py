@@ -31,11 +31,12 @@ def question(body: dict[str, Any]) -> str:
 
 
 async def test_every_row_is_completed_once_over_all_servers(project: Project) -> None:
-    async with ScriptedServer(lambda b, n: chat("a"), delay_s=0.02) as one:
-        async with ScriptedServer(lambda b, n: chat("b"), delay_s=0.02) as two:
-            spec = project.spec([one.url, two.url], 40, seed=5, temperature=0.5)
-            folder = await project.start(spec)
-            status = await project.end(folder)
+    async with (
+        ScriptedServer(lambda b, n: chat("a"), delay_s=0.02) as one,
+        ScriptedServer(lambda b, n: chat("b"), delay_s=0.02) as two,
+    ):
+        folder = await project.start(project.spec([one.url, two.url], 40, seed=5, temperature=0.5))
+        status = await project.end(folder)
     assert (status["state"], status["done"], status["failed"]) == ("ended", 40, 0)
     assert project.counts(folder) == Counter(range(40))
     assert {row["server"] for row in project.rows(folder)} == {s["name"] for s in status["servers"]}
@@ -257,10 +258,12 @@ async def test_without_any_server_for_too_long_the_run_gives_up_and_can_be_resum
 
 
 async def test_a_slow_server_does_not_hold_back_a_fast_one(project: Project) -> None:
-    async with ScriptedServer(lambda b, n: chat(), delay_s=0.5) as slow:
-        async with ScriptedServer(lambda b, n: chat(), delay_s=0.1) as fast:
-            folder = await project.start(project.spec([slow.url, fast.url], 200))
-            status = await project.end(folder)
+    async with (
+        ScriptedServer(lambda b, n: chat(), delay_s=0.5) as slow,
+        ScriptedServer(lambda b, n: chat(), delay_s=0.1) as fast,
+    ):
+        folder = await project.start(project.spec([slow.url, fast.url], 200))
+        status = await project.end(folder)
     done = {server["name"]: server["done"] for server in status["servers"]}
     assert done[f"127.0.0.1:{fast.port}"] > 3 * done[f"127.0.0.1:{slow.port}"]
 

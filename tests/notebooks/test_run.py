@@ -162,7 +162,7 @@ def test_a_tick_that_raises_ends_the_notebook_and_its_kernel(root: Path, folder:
 @pytest.mark.slow
 def test_no_kernel_outlives_a_killed_caller(root: Path, folder: RunFolder) -> None:
     says_pids = "import os, pathlib, time\npathlib.Path('pids').write_text(f'{os.getpid()} {os.getppid()} .')"
-    write_notebook(root, "n", says_pids + "\ntime.sleep(600)")
+    write_notebook(root, "n", "print('ran before')", says_pids + "\ntime.sleep(600)")
     script = (
         "import sys; from pathlib import Path; from dfexp import notebook, params; from dfexp.layout import RunFolder\n"
         "root = Path(sys.argv[1])\n"
@@ -177,6 +177,7 @@ def test_no_kernel_outlives_a_killed_caller(root: Path, folder: RunFolder) -> No
     caller.kill()
     caller.wait()
     assert wait_until(lambda: not _lives(process), 10)
+    assert "ran before" in (folder.notebooks / "n.ipynb").read_text(), "the cells that ran are kept"
 
 
 def _lives(process: psutil.Process) -> bool:
