@@ -50,7 +50,8 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     kind, architecture = str(fields.get("model_type") or ""), str((fields.get("architectures") or [""])[0])
     table = json.loads(resources.files("dfexp.capacity").joinpath("architectures.json").read_text(encoding="utf-8"))
     _refuse(fields, kind, architecture, table, name)
-    hidden, layers = fields.count("hidden_size"), fields.count("num_hidden_layers")
+    hidden = fields.count("hidden_size")
+    layers = fields.count("num_hidden_layers", default=len(_pattern(fields) or "") or None)
     vocabulary, vision = hidden * fields.count("vocab_size"), config.get("vision_config")
     attention_layers, state_layers = _layer_counts(fields, layers, name, needs_pattern=kind == "nemotron_h")
     if attention_layers < 1:
@@ -101,8 +102,10 @@ def _refuse(fields: Fields, kind: str, architecture: str, table: Mapping[str, An
 def _pattern(fields: Fields) -> str | None:
     """One letter per layer, where the config says it so (Nemotron-H)."""
     blocks = fields.get("layers_block_type")
-    letters = blocks and "".join(_BLOCKS.get(str(block), "?") for block in blocks)
-    return str(letters or fields.get("hybrid_override_pattern") or "") or None
+    if isinstance(blocks, list):
+        return "".join(_BLOCKS.get(str(block), "?") for block in blocks)
+    pattern = fields.get("hybrid_override_pattern")
+    return None if pattern is None else str(pattern)
 
 
 def _layer_counts(fields: Fields, layers: int, name: str, *, needs_pattern: bool) -> tuple[int, int]:

@@ -36,7 +36,8 @@ def load_model(model: str, *, weights_gib: float | None = None, weight_dtype: st
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
         name, source, config = file.parent.name, str(file), _read_json(file)
-        eight_bit, sizes = "fp8" in str(config.get("quantization_config")).lower(), _measured_in(file.parent)
+        eight_bit = weight_dtype is None and _is_eight_bit(config.get("quantization_config"), name)
+        sizes = _measured_in(file.parent)
     else:
         name, entry = _entry(model)
         source, config, eight_bit, sizes = (
@@ -60,6 +61,18 @@ def load_model(model: str, *, weights_gib: float | None = None, weight_dtype: st
         shape_source=source,
         weights_source=size["source"],
     )
+
+
+def _is_eight_bit(quantised: Any, name: str) -> bool:
+    """Whether a checkpoint's weights have 8 bits. Raises CapacityError: neither 8 nor 16."""
+    text = str(quantised or "").lower()
+    is_narrow = any(word in text for word in ("fp4", "int4", "'num_bits': 4", "awq", "gptq", "'load_in_4bit': true"))
+    if is_narrow:
+        raise CapacityError(
+            f"{name}: weights quantised as {text[:120]} are not modelled. Give weights_gib, and weight_dtype fp8 or "
+            "bfloat16, whichever its kernels compute in; rates are then rough."
+        )
+    return "fp8" in text or "'num_bits': 8" in text
 
 
 def _estimated_bytes(shape: ModelShape, dtype: str) -> float:

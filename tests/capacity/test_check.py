@@ -211,6 +211,11 @@ def test_a_bad_line_is_reported_by_number_and_the_rest_is_checked(line: str) -> 
     assert status(report) == 2
 
 
+def test_an_unreadable_row_keeps_its_own_name() -> None:
+    report = check_lines(['{"id": "mine", "inputs": {"strategy": "best"}}'])
+    assert [(row.id, row.kind) for row in report] == [("mine", "unreadable")]
+
+
 def test_nulls_and_unknown_fields_change_nothing() -> None:
     row = changed(
         "qwen3.5-9b_tp2_4090",

@@ -111,7 +111,7 @@ def test_speculation_takes_room_from_the_pools(version: str) -> None:
         ((-1.0, -2.0), {}, CapacityError, "-1.0"),
         ((94.8, 96.0), {}, CapacityError, "swapped"),
         ((20.0, -31.0), {}, DoesNotFit, "51.0 GiB do not fit"),
-        ((200_000.0, 1.0), {}, CapacityError, "not MiB"),
+        ((97_887.0, 1.0), {}, CapacityError, "not MiB"),
         ((94.8, 42.9), {"mem_fraction_static": 0.5}, DoesNotFit, "0.548"),
         ((94.8, 42.9), {"mem_fraction_static": None}, CapacityError, "mem_fraction_static is not given"),
         ((94.8, 42.9), {"pp_size": 2}, CapacityError, "pp_size = 2"),

@@ -125,12 +125,42 @@ def test_what_is_not_modelled_is_refused_by_name(change: dict[str, Any], says: s
         ({"vocab_size": -1}, "-1"),
         ({"num_hidden_layers": 3, "layer_types": ["full_attention"]}, "1 entries"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "MX"),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "odd"]}, "M\\?"),
+        ({"model_type": "nemotron_h"}, "layers_block_type"),
         ({"model_type": "qwen3_next", "full_attention_interval": 4}, "linear_num_value_heads"),
+        ({"model_type": "qwen3_next", "full_attention_interval": 64}, "none of 32 layers"),
     ],
 )
 def test_a_broken_config_names_the_field(change: dict[str, Any], says: str) -> None:
     with pytest.raises(CapacityError, match=says):
         from_config({**LLAMA, **change}, "m")
+
+
+def test_both_spellings_of_a_layer_pattern_are_one_shape() -> None:
+    old = dict(shipped_models()["Nemotron-3-Nano-30B-A3B"]["config"])
+    words = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    new = {key: value for key, value in old.items() if key not in ("hybrid_override_pattern", "num_hidden_layers")}
+    new["layers_block_type"] = [words[letter] for letter in old["hybrid_override_pattern"]]
+    assert from_config(new, "m") == from_config(old, "m")
+
+
+def test_experts_may_have_a_narrower_width_of_their_own() -> None:
+    old = dict(shipped_models()["Nemotron-3-Nano-30B-A3B"]["config"])
+    whole, narrow = (from_config({**old, **change}, "m") for change in ({}, {"moe_latent_size": 1344}))
+    assert narrow.expert_parameters * 2 == whole.expert_parameters
+    assert narrow.body_parameters - whole.body_parameters == 23 * 2688 * 2 * 1344  # down before the experts, and up
+
+
+@pytest.mark.parametrize(
+    "quantised", [{"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}, {"quant_method": "awq", "bits": 4}]
+)
+def test_four_bit_weights_are_refused_unless_their_size_and_kernels_are_given(
+    tmp_path: Path, quantised: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": quantised}))
+    with pytest.raises(CapacityError, match="weight_dtype"):
+        load_model(str(tmp_path))
+    assert load_model(str(tmp_path), weights_gib=5.0, weight_dtype="bfloat16").weights_bytes == 5 << 30
 
 
 def test_a_folder_is_read_with_its_index(tmp_path: Path) -> None:
