@@ -40,7 +40,8 @@ class View:
 
     def settings(self) -> dict[str, Setting]:
         """The settings to draw: the file's variants, else the present one, and the best of the plan."""
-        best = next((item.flags for item in self.plan.ranked if item.changes), None)
+        now = self.plan.current.hours
+        best = next((item.flags for item in self.plan.ranked if item.changes and item.hours < now), None)
         there = self.prepared.variants or {"now": self.prepared.setting}
         return there | ({"best": replace(self.prepared.setting.with_flags(best), concurrency=None)} if best else {})
 

@@ -32,6 +32,11 @@ def test_the_parts_of_a_gpu_add_up_to_its_memory(shown: View) -> None:
     assert after.y[2] < best.y[2]  # fewer slots, more KV
 
 
+def test_a_plan_slower_than_the_present_flags_is_not_drawn_as_the_best(shown: View) -> None:
+    slower = tuple(replace(item, hours=1e6) for item in shown.plan.ranked)
+    assert list(replace(shown, plan=replace(shown.plan, ranked=slower)).settings()) == ["before", "after"]
+
+
 def test_usages_rise_to_the_cap_and_stay(shown: View) -> None:
     chart = planview.usages(shown)
     kv = {line.name: list(line.y) for line in chart.figure.data}

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-_NUMBER = r"(-?[\d,]+(?:\.\d+)?)"
+_NUMBER = r"(-?\d[\d,]*(?:\.\d+)?)"
 _SIZE = rf"(?: size)?\s*[:=]?\s*{_NUMBER}\s*GB"
 _AVAIL, _USED = rf"avail mem=\s*{_NUMBER}\s*GB", rf"mem usage=\s*{_NUMBER}\s*GB"
 _STATE_LINE = r"^(?!.*(?:capped to|Computed|total_rest_memory)).*?"
@@ -84,7 +84,7 @@ def read_startup(lines: Iterable[str]) -> Startup:
     for line in lines:
         _, is_echo, arguments = line.partition("server_args=")
         if is_echo:
-            values = {name: ast.literal_eval(value) for name, value in _ARGUMENT.findall(arguments)}
+            values = {name: _literal(value) for name, value in _ARGUMENT.findall(arguments)}
             found.server_args = {name: value for name, value in values.items() if not _SECRETS.search(name)}
             continue
         if _ERROR.match(line):
@@ -92,6 +92,14 @@ def read_startup(lines: Iterable[str]) -> Startup:
         match = _RANK.match(line)
         _read_line(found, line, match.group(1).strip() if match else "")
     return found
+
+
+def _literal(text: str) -> Any:
+    """The value that an echoed argument stands for; as text where it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text.strip("'\"")
 
 
 def _read_line(found: Startup, line: str, rank: str) -> None:

@@ -149,3 +149,18 @@ def test_real_caps_follow_from_flags_alone(name: str) -> None:
 def test_rubbish_is_no_log() -> None:
     empty = read_startup(["", "\x00", "avail mem=", "[TP0] Load weight begin. avail mem=GB", "#tokens: x"])
     assert (empty.values, empty.errors) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [
+        ("server_args=ServerArgs(version=1.2.3, tp_size=2)", {"version": "1.2.3", "tp_size": 2}),
+        ("server_args=ServerArgs(port=007, host='a\\x')", {"port": "007", "host": "a\\x"}),
+        ("max_total_num_tokens=,, max_running_requests=,", {}),
+        ("KV Cache is allocated. #tokens: ,", {}),
+    ],
+)
+def test_a_damaged_line_stops_nothing(line: str, arguments: dict[str, object]) -> None:
+    found = read_startup([line, "max_total_num_tokens=700, max_running_requests=6"])
+    assert found.server_args == arguments
+    assert (found.get("max_total_num_tokens"), found.get("max_running_requests")) == (700, 6)
