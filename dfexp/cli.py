@@ -15,7 +15,7 @@ from pathlib import Path
 import dfexp
 from dfexp import control, display, fleet, generate, notebook, params, prompts
 from dfexp.capacity import plan_command
-from dfexp.errors import ControlError, DfexpError, FleetError, ParamsError, RunError, RunStopped
+from dfexp.errors import ControlError, DfexpError, FleetError, ParamsError, RequestError, RunError, RunStopped
 from dfexp.layout import FleetFolder, RunFolder, project_root
 from dfexp.params import RunSpec
 from dfexp.records import ServerLimits
@@ -59,6 +59,9 @@ def resume(args: argparse.Namespace) -> int:
     generate.keep_frozen(folder, root)
     generate.prepare(spec, root)
     retry = None if args.retry_failed is None else args.retry_failed or [generate.ALL_KINDS]
+    kinds = {generate.ALL_KINDS, *(kind.kind for kind in RequestError.__subclasses__())}
+    if unknown := [kind for kind in retry or () if kind not in kinds]:
+        raise ParamsError(f"--retry-failed {unknown[0]}: no kind of failure. Kinds: {', '.join(sorted(kinds))}.")
     return _run_notebooks(spec, folder, root, retry_failed=retry)
 
 
@@ -101,7 +104,10 @@ def status(args: argparse.Namespace) -> int:
         alive = control.living_process(folder) is not None
         gone = "" if alive or (found and found["state"] in control.FINAL_STATES) else "  (no process; resume goes on)"
         print(f"{folder.name}: {display.line(found) if found else 'not started yet'}{gone}")
-        for server in found["servers"] if found and args.run else ():
+        servers = found["servers"] if found and args.run else ()
+        if servers and not alive:
+            print("  no process runs; the servers as it last saw them:")
+        for server in servers:
             print(
                 f"  {server['name']:<24}{server['state']:<10}in flight {server['in_flight']}/{server['limit']}  "
                 f"done {server['done']}  errors {server['errors']}  restarts {server['restarts']}"
