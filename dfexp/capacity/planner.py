@@ -18,7 +18,7 @@ from dfexp.capacity.throughput import Prediction, chunk_tokens, largest_graph, p
 from dfexp.capacity.workload import Workload
 from dfexp.hardware import Efficiency
 
-REQUEST_CAPS = (*range(1, 257), *range(260, 1025, 4))
+REQUEST_CAPS = (*range(1, 257), *range(264, 1025, 8))
 PATIENCE = 4
 """Caps in a row that must be slower than the best before the search for it ends."""
 CLOSE = 0.005
@@ -124,23 +124,25 @@ def make_plan(setting: Setting) -> Plan:
 _Scored = tuple[float, Setting]
 
 
-def _best(setting: Setting, *, radix: bool, chunks: tuple[int, ...] = CHUNKS) -> list[_Scored]:
-    """Hours and setting of the best request cap of every kind of configuration; `chunks`: to try besides today's."""
+def _best(setting: Setting, *, radix: bool, chunks: tuple[int, ...] = CHUNKS, stride: int = 1) -> list[_Scored]:
+    """Hours and setting of the best request cap of every kind of configuration; `chunks`: to try besides today's;
+    `stride`: above 1, look at every so many caps only, for an answer within a percent.
+    """
     kinds = (setting.with_flags(flags) for flags in _kinds(setting, radix=radix, chunks=chunks))
-    return [scored for kind in kinds if (scored := _best_requests(kind)) is not None]
+    return [scored for kind in kinds if (scored := _best_requests(kind, stride)) is not None]
 
 
-def _best_requests(setting: Setting) -> _Scored | None:
+def _best_requests(setting: Setting, stride: int) -> _Scored | None:
     """The smallest request cap that is as good as the fastest; more is tried until several in a row are slower."""
     scored: list[_Scored] = []
     best, worse = float("inf"), 0
-    for requests in REQUEST_CAPS:
+    for requests in REQUEST_CAPS[::stride]:
         sized = _sized(setting, requests)
         hours = _hours(sized)
         scored.append((hours, sized))
         worse = worse + 1 if hours >= best and best < float("inf") else 0
         best = min(best, hours)
-        if worse >= PATIENCE:
+        if worse >= max(1, PATIENCE // stride):
             break
     fits = best < float("inf")
     return next(item for item in scored if item[0] <= best * (1 + CLOSE)) if fits else None
@@ -224,7 +226,7 @@ def _threshold(setting: Setting, with_radix: list[_Scored], without: list[_Score
 
     def pays(share: float) -> bool:
         trial = replace(setting, workload=replace(setting.workload, shared_prefix_share=share))
-        return any(hours < target for hours, _ in _best(trial, radix=True, chunks=()))
+        return any(hours < target for hours, _ in _best(trial, radix=True, chunks=(), stride=4))
 
     if pays(0.0):
         return 0.0
