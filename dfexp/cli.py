@@ -15,7 +15,9 @@ from pathlib import Path
 import dfexp
 from dfexp import control, display, fleet, generate, notebook, params, prompts
 from dfexp.capacity import plan_command
+from dfexp.engines.base import engine_for
 from dfexp.errors import ControlError, DfexpError, FleetError, ParamsError, RequestError, RunError, RunStopped
+from dfexp.jsonl import read_json
 from dfexp.layout import FleetFolder, RunFolder, project_root
 from dfexp.params import RunSpec
 from dfexp.records import ServerLimits
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """`dfexp run PARAMS`: all four notebooks, unattended."""
     spec, root = params.load(args.params, args.set), project_root()
+    engine_for(spec.fleet, root).outside_key()  # a key that is missing is told before anything is written
     return _run_notebooks(spec, generate.prepare(spec, root), root)
 
 
@@ -75,6 +78,7 @@ def report(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """`dfexp check PARAMS`: parameters and prompts, starting nothing."""
     spec = params.load(args.params, args.set)
+    engine_for(spec.fleet, project_root()).outside_key()
     reading = prompts.read(spec.prompts, project_root())
     kept = sum(1 for _ in reading)
     dropped = ", ".join(f"{count} {reason}" for reason, count in reading.dropped_by_reason.items()) or "none"
@@ -102,7 +106,9 @@ def status(args: argparse.Namespace) -> int:
     for folder in folders:
         found = control.read_status(folder)
         alive = control.living_process(folder) is not None
-        gone = "" if alive or (found and found["state"] in control.FINAL_STATES) else "  (no process; resume goes on)"
+        gone = ""
+        if not alive and found and found["state"] not in control.FINAL_STATES:
+            found, gone = {**found, "state": "killed", "eta_s": None}, f"  (dfexp resume {folder.name} goes on)"
         print(f"{folder.name}: {display.line(found) if found else 'not started yet'}{gone}")
         servers = found["servers"] if found and args.run else ()
         if servers and not alive:
@@ -161,12 +167,19 @@ def fleet_down(args: argparse.Namespace) -> int:
 
 def _run_notebooks(spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed: Sequence[str] | None = None) -> int:
     """Run 01 to 04, stop the fleet if this started it, and say where everything is."""
+    if (living := control.living_process(folder)) is not None:
+        raise RunError(
+            f"run {folder.name!r} is running already (pid {living.pid}). Look in: dfexp status {folder.name}; "
+            f"stop it: dfexp stop {folder.name}."
+        )
     with _stop_signals() as signals:
         attendant = _Attendant(spec, folder, root, signals)
         try:
             for name in NOTEBOOKS:
                 _say(f"{name} ...")
                 notebook.execute(name, spec, folder, root, tick=attendant.tick)
+                if signals and name != NOTEBOOKS[-1]:
+                    raise RunStopped(f"told to stop after {name}. Go on with: dfexp resume {folder.name}")
                 if name == NOTEBOOKS[0] and retry_failed is not None:
                     generate.start(spec, root, retry_failed=retry_failed)
         finally:
@@ -179,7 +192,9 @@ def _conclude(folder: RunFolder) -> int:
     found = control.read_status(folder) or {}
     asked, done, failed = (found.get(key, 0) for key in ("asked", "done", "failed"))
     counts = f"{done} succeeded + {failed} failed = {done + failed} of {asked} asked"
-    _say(f"run {folder.name!r} {found.get('state')}: {counts}")
+    dropped = sum(read_json(folder.run_json)["prompts"]["dropped_by_reason"].values())
+    unused = f"; {dropped} row(s) of the source are no prompts, see run.json" if dropped else ""
+    _say(f"run {folder.name!r} {found.get('state')}: {counts}{unused}")
     _say(f"  completions  {folder.completions}")
     _say(f"  report       {folder.notebooks / '04_report.html'}")
     _say(f"  tables       {folder.report}")
@@ -207,11 +222,20 @@ class _Attendant:
             self._obeyed += 1
             self._obey()
         self._claim()
-        if time.monotonic() >= self._next_line and control.living_process(self._folder) is not None:
-            found = control.read_status(self._folder)
-            if found is not None:
-                _say(f"  {time.strftime('%H:%M:%S')} {display.line(found)}")
+        if time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + self._spec.generation.progress_interval_s
+            found = control.read_status(self._folder)
+            if found is not None and control.living_process(self._folder) is not None:
+                _say(f"  {time.strftime('%H:%M:%S')} {display.line(found)}")
+            else:
+                self._say_who_is_awaited()
+
+    def _say_who_is_awaited(self) -> None:
+        """Servers that do not answer yet are what a command without a run waits for."""
+        with contextlib.suppress(FleetError):
+            for each in fleet.attach(generate.fleet_folder(self._spec, self._root)).status(timeout_s=2.0):
+                if each.state != "ready":
+                    _say(f"  {time.strftime('%H:%M:%S')} waiting for {each.name}: {each.state}, {each.detail}")
 
     def leave(self) -> None:
         """Stop the fleet if it is ours."""

@@ -232,7 +232,8 @@ def room_conclusion(answer: Answer, statuses: Sequence[ServerStatus]) -> str:
         return measured
     together = sum(slot or 0 for slot in slots)
     return (
-        f"{measured} **{together:,} at once**, as many as the servers decode, would make {text(alone * together)}"
+        f"**What limits the number of requests: the servers' request caps, {together:,} at once.**\n\n"
+        f"{measured} **{together:,} at once** would make {text(alone * together)}"
         " tokens/s: a bound that no fleet reaches, because requests share the processor and the memory's bandwidth."
         " 04_report has the rate that a run had."
     )

@@ -12,8 +12,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO
 
-import nbformat
-
 from dfexp import errors, fleet, params
 from dfexp.errors import NotebookError, ParamsError, RunStopped
 from dfexp.layout import FleetFolder, RunFolder, project_root
@@ -130,6 +128,7 @@ class _Execution:
     """
 
     def __init__(self, notebook: Any, root: Path, log: BinaryIO, save: Callable[[], object]) -> None:
+        import nbformat
         from nbclient import NotebookClient  # takes seconds, and a kernel that asks for its spec does not need it
 
         self.error, self.message, self._number = "", "", 0
@@ -181,6 +180,8 @@ class _Execution:
         """Keep why it ended, and show it in the cell that ran if that does not say so itself."""
         self.error, self.message = name, message
         if all(output.output_type != "error" for output in self._cell.outputs):
+            import nbformat
+
             told = nbformat.v4.new_output("error", ename=name, evalue=message, traceback=[f"{name}: {message}"])
             self._cell.outputs.append(told)
         if name != "RunStopped":
@@ -190,6 +191,8 @@ class _Execution:
 
 def _save(notebook: Any, page: Path, folder: FleetFolder) -> str:
     """Write the executed copy, and return it: without the fleet's key, wherever a traceback or a reply has put it."""
+    import nbformat
+
     text: str = nbformat.writes(notebook)
     with suppress(errors.FleetError):  # no fleet, or none whose key can be known here
         key = fleet.attach(folder).key
@@ -200,6 +203,7 @@ def _save(notebook: Any, page: Path, folder: FleetFolder) -> str:
 
 def _html(text: str) -> str:
     """An executed notebook as one page that opens without a network: code hidden, nothing loaded from anywhere."""
+    import nbformat
     from nbconvert import HTMLExporter
 
     urls = ("mathjax", "require_js", "jquery", "widget_renderer", "mermaid_js", "mermaid_layout_elk_js")

@@ -157,7 +157,9 @@ def failures(data: RunData) -> Table:
         }
         for kind, rows in found.groupby("kind")
     ]
-    note = "Each row is in failures.jsonl. They stay failed on resume; `dfexp resume --retry-failed` tries them again."
+    note = (
+        "Each row is in failures.jsonl. They stay failed on resume; dfexp resume RUN --retry-failed sends them again."
+    )
     return Table(name="failures", title="Failed rows, by kind", rows=lines, note=note if lines else "")
 
 

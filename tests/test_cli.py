@@ -23,6 +23,8 @@ from dfexp.shards import read_failures, read_rows
 
 WRONG = sorted((Path(__file__).parent / "data" / "params").glob("*.yaml"))
 ROWS = 40
+EXTERNAL = ["--set", "fleet.engine=external", "--set", "fleet.urls=[http://127.0.0.1:1]"]
+EXTERNAL += ["--set", "fleet.api_key_env=DFEXP_NO_SUCH_KEY"]
 DFEXP = [sys.executable, "-m", "dfexp.cli"]
 
 
@@ -100,6 +102,8 @@ def test_a_wrong_file_is_a_clear_error_and_nothing_is_started(
         (["run", "params/small.yaml", "--set", "nonsense"], "group.key=value"),
         (["run", "params/small.yaml", "--set", "prompts.path=none.jsonl"], "none.jsonl"),
         (["check", "params/small.yaml", "--set", "fleet.servers=0"], "fleet.servers"),
+        (["check", "params/small.yaml", *EXTERNAL], "DFEXP_NO_SUCH_KEY"),
+        (["run", "params/small.yaml", *EXTERNAL], "DFEXP_NO_SUCH_KEY"),
         (["resume", "nobody"], "'nobody'"),
         (["stop", "nobody"], "'nobody'"),
         (["fleet", "down", "nobody"], "nobody"),
@@ -211,6 +215,9 @@ def test_stop_from_another_terminal(project: Path) -> None:
     folder = RunFolder(project / "outputs" / "small")
     with subprocess.Popen([*DFEXP, "run", "params/small.yaml"], stdout=subprocess.DEVNULL) as command:
         wait_for(lambda: done(folder) >= 2)
+        second = run("resume", "small")
+        assert second.returncode == cli.EXIT_FAILED
+        assert "is running already" in second.stderr
         stopped = run("stop", "small")
         assert stopped.returncode == 0, stopped.stderr
         assert "stopped" in stopped.stdout

@@ -335,7 +335,8 @@ class Loop:
         self._recorder.finish(within_s=max(5.0, self._generation.drain_s))
         try:
             await recorder
-            await asyncio.to_thread(self._s.shards.seal)
+            for shard in await asyncio.to_thread(self._s.shards.seal):
+                self._s.events.record("shard_sealed", shard=shard.name, rows=shard.rows)
         except StorageError as error:
             return "failed", f"{error} {self._recorder.backlog} answers could not be written and will be made again."
         if self._state == "running":
