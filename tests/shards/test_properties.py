@@ -87,12 +87,12 @@ steps = st.one_of(
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(rows_per_shard=st.integers(1, 7), todo=st.lists(steps, max_size=14))
-def test_each_index_is_there_once_whatever_happens(rows_per_shard, todo):
+@given(rows_per_shard=st.integers(1, 7), actions=st.lists(steps, max_size=14))
+def test_each_index_is_there_once_whatever_happens(rows_per_shard, actions):
     scratch = Path(tempfile.mkdtemp(dir=RAM, prefix="dfexp-test-"))
     try:
         model = Model(scratch / "completions", rows_per_shard)
-        for step, *arguments in todo:
+        for step, *arguments in actions:
             if step == "seal":
                 model.run.seal()
                 check_consistent(model.folder, model.run)
