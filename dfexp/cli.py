@@ -328,7 +328,7 @@ def _run_folder(text: str) -> RunFolder:
 
 
 def _fleet_folder(name: str, root: Path, outputs: str) -> FleetFolder:
-    return FleetFolder(root / outputs / "fleets" / name)
+    return FleetFolder.named(root, outputs, name)
 
 
 def _all_runs(outputs: Path) -> list[RunFolder]:

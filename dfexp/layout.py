@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 
 def project_root(start: Path | None = None) -> Path:
@@ -44,3 +45,8 @@ class FleetFolder:
         self.key = path / "key"  # the API key, mode 0600
         self.lock = path / "lock"  # held by the run that uses the fleet
         self.logs = path / "logs"  # one log a server, mode 0600
+
+    @classmethod
+    def named(cls, root: Path, outputs: str, name: str) -> Self:
+        """The fleet `name` of a project, among the outputs that its runs name."""
+        return cls(root / outputs / "fleets" / name)

@@ -106,7 +106,7 @@ def execute(
     page = folder.notebooks / f"{name}.html"
     folder.notebooks.mkdir(parents=True, exist_ok=True)
     with page.with_suffix(".log").open("wb") as log:
-        servers = FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name)
+        servers = FleetFolder.named(root, spec.outputs, spec.fleet_name)
         execution = _Execution(notebook, root, log, save=lambda: _save(notebook, page, servers))
         try:
             execution.wait(tick)

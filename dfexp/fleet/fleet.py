@@ -273,7 +273,7 @@ def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
     root = root.resolve()
     engine = engine_for(spec.fleet, root)
     engine.outside_key()  # a missing one is told before anything is made
-    folder = FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name)
+    folder = FleetFolder.named(root, spec.outputs, spec.fleet_name)
     folder.logs.mkdir(parents=True, exist_ok=True)
     with changing(folder):
         record = read_record(folder)

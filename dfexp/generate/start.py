@@ -34,7 +34,7 @@ def run_folder(spec: RunSpec, root: Path) -> RunFolder:
 
 def fleet_folder(spec: RunSpec, root: Path) -> FleetFolder:
     """Where the files of the run's fleet are."""
-    return FleetFolder(root / spec.outputs / "fleets" / spec.fleet_name)
+    return FleetFolder.named(root, spec.outputs, spec.fleet_name)
 
 
 def read_spec(folder: RunFolder) -> RunSpec:
