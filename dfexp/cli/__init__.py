@@ -1,0 +1,78 @@
+"""The `dfexp` command: thin. Every subcommand parses, calls one part of the package and prints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import dfexp
+from dfexp.cli import ahead, fleets, runs
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_WRONG
+from dfexp.errors import DfexpError, ParamsError, RunStopped
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit status: 0 done, 1 failed, 2 wrong input (nothing started), 3 stopped before the end."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.call(args))
+    except RunStopped as error:
+        return _told(error, EXIT_STOPPED)
+    except ParamsError as error:
+        return _told(error, EXIT_WRONG)
+    except DfexpError as error:
+        return _told(error, EXIT_FAILED)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        return EXIT_OK
+    except OSError as error:
+        return _told(error, EXIT_FAILED)
+
+
+def _told(error: Exception, code: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"dfexp: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dfexp", description=dfexp.__doc__)
+    parser.add_argument("--version", action="version", version=f"dfexp {dfexp.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    of_fleets = commands.add_parser("fleet", help="servers: up, status, reconfigure, down").add_subparsers(
+        metavar="ACTION", required=True
+    )
+    capacities = commands.add_parser("capacity", help="the capacity model: check").add_subparsers(
+        metavar="ACTION", required=True
+    )
+    as_json = ("--json", {"action": "store_true", "help": "for machines"})
+    reports = ("file", {"type": Path, "metavar": "FILE", "help": "startup reports, one JSON object a line"})
+    setting = ("--set", {"action": "append", "default": [], "metavar": "GROUP.KEY=VALUE", "help": "wins over the file"})
+    params_file = ("params", {"type": Path, "metavar": "PARAMS", "help": "parameter file, such as params/demo.yaml"})
+    one_run = ("run", {"metavar": "RUN", "help": "name or folder of a run"})
+    one_fleet = ("name", {"metavar": "NAME", "help": "name of a fleet"})
+    outputs = ("--outputs", {"default": "outputs", "help": "folder of all runs and fleets"})
+    kinds = {"nargs": "*", "metavar": "KIND", "help": "send failed rows again: all, or these kinds"}
+    now = ("--now", {"action": "store_true", "help": "cut off requests in flight"})
+    drain = ("--drain-s", {"type": float, "default": 10.0, "help": "seconds that requests in flight get"})
+    for group, name, call, arguments in (
+        (commands, "run", runs.run, (params_file, setting)),
+        (commands, "resume", runs.resume, (one_run, setting, ("--retry-failed", kinds))),
+        (commands, "check", ahead.check, (params_file, setting)),
+        (commands, "plan", ahead.plan, (params_file, setting, as_json)),
+        (capacities, "check", ahead.capacity_check, (reports, as_json)),
+        (commands, "status", runs.status, ((one_run[0], {**one_run[1], "nargs": "?"}), outputs)),
+        (commands, "stop", runs.stop, (one_run, now)),
+        (commands, "report", runs.report, (one_run,)),
+        (of_fleets, "up", fleets.up, (params_file, setting)),
+        (of_fleets, "status", fleets.status, ((one_fleet[0], {**one_fleet[1], "nargs": "?"}), outputs)),
+        (of_fleets, "down", fleets.down, (one_fleet, outputs, drain, ("--force", {"action": "store_true"}))),
+    ):
+        summary = str(call.__doc__).splitlines()[0]
+        made = group.add_parser(name, help=summary.partition(": ")[2] or summary, description=summary)
+        made.set_defaults(call=call)
+        for flag, options in arguments:
+            made.add_argument(flag, **options)
+    return parser
