@@ -1,0 +1,35 @@
+"""Commands that look ahead and start nothing: check, plan, capacity check."""
+
+from __future__ import annotations
+
+import argparse
+
+from dfexp import params, prompts
+from dfexp.capacity import plan_command
+from dfexp.cli.common import EXIT_OK
+from dfexp.engines.base import engine_for
+from dfexp.layout import project_root
+
+
+def check(args: argparse.Namespace) -> int:
+    """`dfexp check PARAMS`: parameters and prompts, starting nothing."""
+    spec = params.load(args.params, args.set)
+    engine_for(spec.fleet, project_root()).outside_key()
+    reading = prompts.read(spec.prompts, project_root())
+    kept = sum(1 for _ in reading)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in reading.dropped_by_reason.items()) or "none"
+    print(f"{args.params} is right: run {spec.run!r}, engine {spec.fleet.engine}, {kept} prompts, dropped: {dropped}")
+    return EXIT_OK
+
+
+def plan(args: argparse.Namespace) -> int:
+    """`dfexp plan PARAMS`: which SGLang flags finish the run soonest, and what it will cost."""
+    print(plan_command.plan_text(params.load(args.params, args.set), project_root(), as_json=args.json))
+    return EXIT_OK
+
+
+def capacity_check(args: argparse.Namespace) -> int:
+    """`dfexp capacity check FILE`: startup reports of servers beside what the capacity model says."""
+    text, outcome = plan_command.check_text(args.file, as_json=args.json)
+    print(text)
+    return outcome

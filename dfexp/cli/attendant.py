@@ -1,0 +1,158 @@
+"""What `dfexp run` does around the notebooks: pass signals on, print progress, stop the fleet that it launched."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dfexp import control, display, fleet, generate, notebook
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
+from dfexp.errors import ControlError, FleetError, RunError, RunStopped
+from dfexp.jsonl import read_json
+from dfexp.layout import RunFolder
+from dfexp.params import RunSpec
+
+NOTEBOOKS = ("01_launch_fleet", "02_capacity", "03_generate", "04_report")
+
+
+def run_notebooks(spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed: Sequence[str] | None = None) -> int:
+    """Run 01 to 04, stop the fleet if this started it, and say where everything is."""
+    if (living := control.living_process(folder)) is not None:
+        raise RunError(
+            f"run {folder.name!r} is running already (pid {living.pid}). Look in: dfexp status {folder.name}; "
+            f"stop it: dfexp stop {folder.name}."
+        )
+    with stop_signals() as signals:
+        attendant = Attendant(spec, folder, root, signals)
+        try:
+            for name in NOTEBOOKS:
+                say(f"{name} ...")
+                notebook.execute(name, spec, folder, root, tick=attendant.tick)
+                if signals and name != NOTEBOOKS[-1]:
+                    raise RunStopped(f"told to stop after {name}. Go on with: dfexp resume {folder.name}")
+                if name == NOTEBOOKS[0] and retry_failed is not None:
+                    generate.start(spec, root, retry_failed=retry_failed)
+        finally:
+            attendant.leave()
+    return _conclude(folder)
+
+
+def _conclude(folder: RunFolder) -> int:
+    """The last lines of a run: every row accounted for, and where things are."""
+    found = control.read_status(folder) or {}
+    asked, done, failed = (found.get(key, 0) for key in ("asked", "done", "failed"))
+    counts = f"{done} succeeded + {failed} failed = {done + failed} of {asked} asked"
+    dropped = sum(read_json(folder.run_json)["prompts"]["dropped_by_reason"].values())
+    unused = f"; {dropped} row(s) of the source are no prompts, see run.json" if dropped else ""
+    say(f"run {folder.name!r} {found.get('state')}: {counts}{unused}")
+    say(f"  completions  {folder.completions}")
+    say(f"  report       {folder.notebooks / '04_report.html'}")
+    say(f"  tables       {folder.report}")
+    return EXIT_OK if found.get("state") == "ended" and done + failed == asked else EXIT_FAILED
+
+
+class Attendant:
+    """What `dfexp run` does about once a second while a notebook runs: obey signals, print progress.
+
+    It also keeps the identity of the fleet that this command launched in the run's folder, so that a command that was
+    killed leaves its servers to the next one, and not to nobody.
+    """
+
+    def __init__(self, spec: RunSpec, folder: RunFolder, root: Path, signals: list[int]) -> None:
+        self._spec, self._folder, self._root, self._signals = spec, folder, root, signals
+        self._mark = folder.path / ".launched_fleet"
+        self._launched = self._mark.read_text() if self._mark.exists() else None
+        self._foreign = identity if (identity := _fleet_identity(spec, root)) != self._launched else None
+        self._next_line = 0.0
+        self._obeyed = 0
+
+    def tick(self) -> None:
+        """Pass signals on: the first drains the run, the second cuts it off, the third leaves at once."""
+        if len(self._signals) > self._obeyed:
+            self._obeyed += 1
+            self._obey()
+        self._claim()
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + self._spec.generation.progress_interval_s
+            found = control.read_status(self._folder)
+            if found is not None and control.living_process(self._folder) is not None:
+                say(f"  {time.strftime('%H:%M:%S')} {display.line(found)}")
+            else:
+                self._say_who_is_awaited()
+
+    def _say_who_is_awaited(self) -> None:
+        """Servers that do not answer yet are what a command without a run waits for."""
+        with contextlib.suppress(FleetError):
+            for each in fleet.attach(generate.fleet_folder(self._spec, self._root)).status(timeout_s=2.0):
+                if each.state != "ready":
+                    say(f"  {time.strftime('%H:%M:%S')} waiting for {each.name}: {each.state}, {each.detail}")
+
+    def leave(self) -> None:
+        """Stop the fleet if it is ours."""
+        self._claim()
+        if self._foreign is not None:
+            say(f"fleet {self._spec.fleet_name!r} was running before and is left running.")
+        elif self._launched is not None and _fleet_identity(self._spec, self._root) == self._launched:
+            self._end_the_run()
+            say("\n".join(fleet.attach(generate.fleet_folder(self._spec, self._root)).down()))
+            self._mark.unlink(missing_ok=True)
+
+    def _claim(self) -> None:
+        """A fleet that was not there before this command is its own."""
+        if self._foreign is None and (identity := _fleet_identity(self._spec, self._root)) not in (
+            None,
+            self._launched,
+        ):
+            self._launched = identity
+            with contextlib.suppress(OSError):  # a full disk; only a kill of this command would need the mark
+                self._mark.write_text(str(identity))
+
+    def _end_the_run(self) -> None:
+        """A run goes on for a while when its notebook was killed, and holds the fleet until it has drained."""
+        end = time.monotonic() + self._spec.generation.drain_s + 30.0
+        with contextlib.suppress(ControlError):  # raised once it has ended
+            generate.stop(self._folder, reason="dfexp run has ended")
+            while time.monotonic() < end and not control.wait_until(self._has_ended, 0.5):
+                if len(self._signals) > self._obeyed:
+                    self._obeyed = len(self._signals)
+                    generate.stop(self._folder, reason="dfexp run has ended", now=True)
+
+    def _has_ended(self) -> bool:
+        return control.living_process(self._folder) is None
+
+    def _obey(self) -> None:
+        try:
+            generate.stop(self._folder, reason="dfexp run was told to stop", now=self._obeyed > 1)
+        except ControlError:
+            raise RunStopped(f"stopped before rows were made. Go on with: dfexp resume {self._folder.name}") from None
+        if self._obeyed > 2:
+            raise RunStopped(f"left at once. Rows reported done are safe. Go on with: dfexp resume {self._folder.name}")
+        say("stopping: requests in flight may finish; once more cuts them off")
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them; the handlers of before come back at the end."""
+    seen: list[int] = []
+    before = {
+        number: signal.signal(number, lambda received, _: seen.append(received))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _fleet_identity(spec: RunSpec, root: Path) -> str | None:
+    """Which launch of the run's fleet is running now; None when no server of it has a living process."""
+    try:
+        found = fleet.attach(generate.fleet_folder(spec, root))
+    except FleetError:
+        return None
+    return found.identity if any(found.is_process_alive(server.name) for server in found.servers) else None

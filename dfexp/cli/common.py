@@ -1,0 +1,37 @@
+"""What every command shares: exit statuses, finding runs, printing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from dfexp.errors import RunError
+from dfexp.layout import RunFolder, project_root
+
+EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 0, 1, 2, 3
+
+
+def find_run(text: str) -> RunFolder:
+    """A run by its folder or by its name under outputs/."""
+    root = project_root()
+    for path in (Path(text), root / "outputs" / text):
+        if (path / "run.json").is_file():
+            return RunFolder(path.resolve())
+    known = ", ".join(folder.name for folder in all_runs(root / "outputs")) or "none"
+    raise RunError(
+        f"no run {text!r}: neither a folder with a run.json nor a name under {root / 'outputs'}. Known: {known}."
+    )
+
+
+def all_runs(outputs: Path) -> list[RunFolder]:
+    """Every run under an outputs folder, by name."""
+    return [RunFolder(path.parent) for path in sorted(outputs.glob("*/run.json"))]
+
+
+def say(text: str) -> None:
+    """Print a line. An output that is gone, such as a closed terminal or the pipe to `head`, must not end a run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,48 @@
+"""Commands on fleets: up, status, down."""
+
+from __future__ import annotations
+
+import argparse
+
+from dfexp import fleet, params
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK
+from dfexp.layout import FleetFolder, project_root
+from dfexp.records import ServerLimits
+
+
+def up(args: argparse.Namespace) -> int:
+    """`dfexp fleet up PARAMS`: launch, or attach to, the fleet of a parameter file, and wait for its first tokens."""
+    spec, root = params.load(args.params, args.set), project_root()
+    the_fleet, started = fleet.up(spec, root)
+    the_fleet.wait_ready(spec.fleet.start_timeout_s)
+    print(f"{'launched' if started else 'running already'}; stop it with: dfexp fleet down {the_fleet.name}")
+    return print_fleet(the_fleet)
+
+
+def status(args: argparse.Namespace) -> int:
+    """`dfexp fleet status [NAME]`: each server, its process and its room."""
+    root = project_root()
+    folders = [FleetFolder.named(root, args.outputs, args.name)] if args.name else fleet.list_fleets(root, args.outputs)
+    for folder in folders:
+        print_fleet(fleet.attach(folder))
+    if not folders:
+        print(f"no fleets under {root / args.outputs / 'fleets'}")
+    return EXIT_OK
+
+
+def down(args: argparse.Namespace) -> int:
+    """`dfexp fleet down NAME`: stop the servers that this fleet started, also under a run with --force."""
+    the_fleet = fleet.attach(FleetFolder.named(project_root(), args.outputs, args.name))
+    print("\n".join(the_fleet.down(args.drain_s, force=args.force)))
+    return EXIT_OK
+
+
+def print_fleet(the_fleet: fleet.Fleet) -> int:
+    """A table of servers. Exit status 0 when all are ready."""
+    states = the_fleet.status()
+    print(f"fleet {the_fleet.name} ({the_fleet.engine.name}), {the_fleet.folder.path}")
+    for each in states:
+        limits = each.limits or ServerLimits()
+        room = f"requests {limits.max_running_requests or '?':<5}context {limits.context_length or '?':<8}"
+        print(f"  {each.url:<28}{each.state:<12}pid {each.pid or '-':<9}{room}{each.detail}")
+    return EXIT_OK if all(each.state == "ready" for each in states) else EXIT_FAILED

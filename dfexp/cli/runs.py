@@ -1,0 +1,84 @@
+"""Commands on runs: run, resume, report, status, stop."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from dfexp import control, display, generate, notebook, params
+from dfexp.cli.attendant import run_notebooks
+from dfexp.cli.common import EXIT_OK, all_runs, find_run
+from dfexp.engines.base import engine_for
+from dfexp.errors import ParamsError, RequestError, RunError
+from dfexp.layout import project_root
+
+
+def run(args: argparse.Namespace) -> int:
+    """`dfexp run PARAMS`: all four notebooks, unattended."""
+    spec, root = params.load(args.params, args.set), project_root()
+    engine_for(spec.fleet, root).outside_key()  # a key that is missing is told before anything is written
+    return run_notebooks(spec, generate.prepare(spec, root), root)
+
+
+def resume(args: argparse.Namespace) -> int:
+    """`dfexp resume RUN`: the same for a run that was begun, with its frozen prompts."""
+    folder, root = find_run(args.run), project_root()
+    tree = params.overlay(generate.read_spec(folder).model_dump(), args.set)
+    spec = params.validate(tree, str(folder.run_json))
+    if generate.run_folder(spec, root).path.resolve() != folder.path.resolve():
+        raise RunError(
+            f"{folder.path} was begun as {spec.outputs}/{spec.run}; resume it from the folder that holds that."
+        )
+    generate.keep_frozen(folder, root)
+    generate.prepare(spec, root)
+    retry = None if args.retry_failed is None else args.retry_failed or [generate.ALL_KINDS]
+    kinds = {generate.ALL_KINDS, *(kind.kind for kind in RequestError.__subclasses__())}
+    if unknown := [kind for kind in retry or () if kind not in kinds]:
+        raise ParamsError(f"--retry-failed {unknown[0]}: no kind of failure. Kinds: {', '.join(sorted(kinds))}.")
+    return run_notebooks(spec, folder, root, retry_failed=retry)
+
+
+def report(args: argparse.Namespace) -> int:
+    """`dfexp report RUN`: 04_report alone, also for a run that is going on."""
+    folder = find_run(args.run)
+    print(notebook.execute("04_report", generate.read_spec(folder), folder, project_root()))
+    return EXIT_OK
+
+
+def status(args: argparse.Namespace) -> int:
+    """`dfexp status [RUN]`: one line per run, and per server of the run that is asked for."""
+    root = project_root()
+    folders = [find_run(args.run)] if args.run else all_runs(root / args.outputs)
+    for folder in folders:
+        found = control.read_status(folder)
+        alive = control.living_process(folder) is not None
+        gone = ""
+        if not alive and found and found["state"] not in control.FINAL_STATES:
+            found, gone = {**found, "state": "killed", "eta_s": None}, f"  (dfexp resume {folder.name} goes on)"
+        print(f"{folder.name}: {display.line(found) if found else 'not started yet'}{gone}")
+        servers = found["servers"] if found and args.run else ()
+        if servers and not alive:
+            print("  no process runs; the servers as it last saw them:")
+        for server in servers:
+            print(
+                f"  {server['name']:<24}{server['state']:<10}in flight {server['in_flight']}/{server['limit']}  "
+                f"done {server['done']}  errors {server['errors']}  restarts {server['restarts']}"
+            )
+    if not folders:
+        print(f"no runs under {root / args.outputs}")
+    return EXIT_OK
+
+
+def stop(args: argparse.Namespace) -> int:
+    """`dfexp stop RUN`: drain, seal, end; `--now` cuts off what is in flight."""
+    folder = find_run(args.run)
+    found = control.read_status(folder)
+    if control.living_process(folder) is None:
+        print(f"{folder.name}: no process runs" + (f" ({found['state']})" if found else ""))
+        return EXIT_OK
+    generate.stop(folder, reason="dfexp stop", now=args.now)
+    while control.living_process(folder) is not None:
+        time.sleep(0.2)
+    found = control.read_status(folder)
+    print(f"{folder.name}: {display.line(found) if found else 'stopped'}")
+    return EXIT_OK
