@@ -36,7 +36,7 @@ _POOLS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """What a logged size is called: the count that it follows from, and the pools that it adds up."""
 _ROW_NAMES = {
-    "strategy": "mamba_radix_cache_strategy", "ssm_dtype": "mamba_ssm_dtype", "kv_dtype": "kv_cache_dtype",
+    "strategy": "mamba_strategy", "ssm_dtype": "mamba_ssm_dtype", "kv_dtype": "kv_cache_dtype",
     "tp": "tp_size", "dp": "dp_size", "pp": "pp_size",
 }  # fmt: skip
 _Number = Annotated[float, Field(ge=-1e15, le=1e15)]
@@ -195,7 +195,7 @@ def _understood(value: Any) -> _Case:
 def _flags(given: Mapping[str, Any]) -> tuple[Flags, str]:
     """The row's flags, and what of them is not modelled. A strategy that is not given was `no_buffer`."""
     known = {item.name for item in fields(Flags)}
-    flags: dict[str, Any] = {"mamba_radix_cache_strategy": "no_buffer"}
+    flags: dict[str, Any] = {"mamba_strategy": "no_buffer"}
     problem = ""
     for raw, value in given.items():
         name = _ROW_NAMES.get(raw, raw)

@@ -32,8 +32,15 @@ class Since:
 
 
 _NO_EXTRA_BUFFER_BEFORE_14 = ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM")
+_OWN_NAMES = {
+    "mamba_radix_cache_strategy": "mamba_strategy", "mamba_scheduler_strategy": "mamba_strategy",
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_bs": "cuda_graph_bs_decode",
+    "tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size",
+}  # fmt: skip
+_NEW_SPELLING = {"mamba_strategy": "mamba_radix_cache_strategy"}
 _OLD_SPELLING = {
-    "mamba_radix_cache_strategy": "mamba_scheduler_strategy", "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
+    "mamba_strategy": "mamba_scheduler_strategy", "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
+    "cuda_graph_bs_decode": "cuda_graph_bs",
 }  # fmt: skip
 _RELEASES = (("2026-08-21", 18), ("2026-08-08", 17), ("2026-07-25", 16), ("2026-06-26", 14), ("2026-06-11", 13))
 
@@ -86,11 +93,11 @@ _Count = Annotated[int, Field(ge=1)]
 
 @checked_dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class Flags:
-    """Flags under the newest version's names; None = not given. `chunked_prefill_size`: -1 means no chunks."""
+    """Flags under dfexp's names; None = not given. `chunked_prefill_size`: -1 means no chunks."""
 
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = None
     mamba_full_memory_ratio: Annotated[float, Field(gt=0, le=100)] = 0.9
-    mamba_radix_cache_strategy: Strategy = "auto"
+    mamba_strategy: Strategy = "auto"
     disable_radix_cache: bool = False
     disable_overlap_schedule: bool = False
     max_mamba_cache_size: _Count | None = None
@@ -122,16 +129,14 @@ class Flags:
 
 
 def parse_flags(values: Mapping[str, Any]) -> Flags:
-    """Flags from a mapping; `-` and `_`, a leading `--` and the names of older versions are understood.
+    """Flags from a mapping; every spelling that `own_name` knows is understood.
 
     Raises CapacityError: unknown name (with the nearest right one), wrong type, impossible value.
     """
     known = {field.name for field in fields(Flags)}
-    renamed = {old: new for new, old in _OLD_SPELLING.items()}
     given: dict[str, Any] = {}
     for raw, value in values.items():
-        name = raw.removeprefix("--").replace("-", "_")
-        name = renamed.get(name, name)
+        name = own_name(raw)
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
@@ -145,17 +150,44 @@ def parse_flags(values: Mapping[str, Any]) -> Flags:
         raise CapacityError(f"flag {first_mistake(error)}.") from None
 
 
+def modelled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a server's flags that have a part in the capacity model."""
+    known = {field.name for field in fields(Flags)}
+    return {name: value for name, value in values.items() if own_name(name) in known}
+
+
+def own_name(spelling: str) -> str:
+    """The name that dfexp has for a flag: no `--`, `_` for `-`, and one where versions or aliases differ."""
+    name = spelling.removeprefix("--").replace("-", "_")
+    return _OWN_NAMES.get(name, name)
+
+
+def option(name: str, version: Rules) -> str:
+    """The option that a version has for dfexp's name of a flag, such as `--mamba-radix-cache-strategy`."""
+    spelling = _NEW_SPELLING if version.since(Since.RENAMED_FLAGS) else _OLD_SPELLING
+    return "--" + spelling.get(name, name).replace("_", "-")
+
+
+def written(flag: str, value: Any) -> list[str]:
+    """An option and its value or values as arguments; True is the bare option, False nothing."""
+    if isinstance(value, bool):
+        return [flag] if value else []
+    texts = [f"{item:.12g}" if isinstance(item, float) else str(item) for item in as_list(value)]
+    if len(texts) == 1 and texts[0].startswith("-"):
+        return [f"{flag}={texts[0]}"]  # as a word of its own it could be taken for an option
+    return [flag, *texts]
+
+
+def as_list(value: Any) -> list[Any]:
+    """The values of a flag that may have one or several."""
+    return value if isinstance(value, list) else [value]
+
+
 def to_argv(flags: Flags, version: Rules) -> list[str]:
     """The flags as this version spells them; only those that differ from the defaults."""
-    argv: list[str] = []
-    for field in fields(Flags):
-        value = getattr(flags, field.name)
-        if value == field.default:
-            continue
-        name = field.name if version.since(Since.RENAMED_FLAGS) else _OLD_SPELLING.get(field.name, field.name)
-        flag = "--" + name.replace("_", "-")
-        argv += [flag] if value is True else [flag, f"{value:g}" if isinstance(value, float) else str(value)]
-    return argv
+    values = {field.name: getattr(flags, field.name) for field in fields(Flags)}
+    changed = {field.name for field in fields(Flags) if values[field.name] != field.default}
+    return [word for name in values if name in changed for word in written(option(name, version), values[name])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +205,7 @@ class Resolved:
 def resolve(flags: Flags, version: Rules, *, has_state: bool) -> Resolved:
     """Apply a version's own changes, for a model with or without recurrent state; refuses nothing."""
     radix, overlap, page = not flags.disable_radix_cache, not flags.disable_overlap_schedule, flags.page_size or 1
-    strategy = flags.mamba_radix_cache_strategy
+    strategy = flags.mamba_strategy
     if strategy == "auto":
         buffered = version.since(Since.AUTO_EXTRA_BUFFER) and radix and (overlap or page > 1)
         strategy = "extra_buffer" if buffered else "no_buffer"
@@ -197,26 +229,30 @@ def resolve(flags: Flags, version: Rules, *, has_state: bool) -> Resolved:
     )
 
 
-def refuse(flags: Flags, shape: ModelShape, version: Rules) -> None:
-    """Raise FlagsRefused for what this version stops at, CapacityError for parallelism that is not modelled."""
+def refuse(flags: Flags, shape: ModelShape | None, version: Rules) -> None:
+    """Raise FlagsRefused for what this version stops at, CapacityError for parallelism that is not modelled.
+
+    Without a shape: what it stops at for every model with recurrent state.
+    """
     if flags.pp_size > 1 or flags.dp_size > 1:
         raise CapacityError(
             f"pp_size = {flags.pp_size}, dp_size = {flags.dp_size}: pipeline and data parallelism inside a server are "
             "not modelled; use tp_size, and more servers."
         )
-    given, radix = flags.mamba_radix_cache_strategy, not flags.disable_radix_cache
+    given, radix = flags.mamba_strategy, not flags.disable_radix_cache
     overlap = not flags.disable_overlap_schedule
     lazy, buffered = given == "extra_buffer_lazy", given.startswith("extra_buffer")
-    has_state, is_old = shape.state is not None, not version.since(Since.AUTO_EXTRA_BUFFER)
+    has_state, is_old = shape is None or shape.state is not None, not version.since(Since.AUTO_EXTRA_BUFFER)
+    name, architecture = (shape.name, shape.architecture) if shape else ("the model", "")
     no_buffer = has_state and radix and resolve(flags, version, has_state=True).strategy == "no_buffer"
     strict = no_buffer and given == "no_buffer" and version.since(Since.STRICT_NO_BUFFER)
     refusals = (
-        (buffered and not has_state, f"{shape.name} has no recurrent state. Leave it out."),
+        (buffered and not has_state, f"{name} has no recurrent state. Leave it out."),
         (lazy and not version.since(Since.LAZY_BUFFER), "it came with 0.5.13. Use extra_buffer."),
         (buffered and not radix and not version.since(Since.IGNORED_WITHOUT_RADIX),
          "not with disable_radix_cache. Use no_buffer; overlap scheduling stays on without the radix cache."),
-        (buffered and is_old and shape.architecture in _NO_EXTRA_BUFFER_BEFORE_14,
-         f"not for {shape.architecture}. Use no_buffer."),
+        (buffered and is_old and architecture in _NO_EXTRA_BUFFER_BEFORE_14,
+         f"not for {architecture}. Use no_buffer."),
         (lazy and radix and not overlap, "not with disable_overlap_schedule. Leave overlap scheduling on."),
         (no_buffer and flags.speculative_num_draft_tokens is not None,
          "not with speculative decoding and the radix cache. Use extra_buffer."),
@@ -225,4 +261,4 @@ def refuse(flags: Flags, shape: ModelShape, version: Rules) -> None:
     )  # fmt: skip
     for is_refused, reason in refusals:
         if is_refused:
-            raise FlagsRefused(f"sglang {version.version} refuses mamba_radix_cache_strategy = {given!r}: {reason}")
+            raise FlagsRefused(f"sglang {version.version} refuses mamba_strategy = {given!r}: {reason}")

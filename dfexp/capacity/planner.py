@@ -174,7 +174,7 @@ def _kinds(setting: Setting, *, radix: bool, chunks: tuple[int, ...]) -> Iterato
             for fraction in _fractions(setting, chunk):
                 yield replace(
                     now,
-                    mamba_radix_cache_strategy=strategy,
+                    mamba_strategy=strategy,
                     disable_radix_cache=not radix,
                     disable_overlap_schedule=is_plain and version.since(Since.STRICT_NO_BUFFER),
                     page_size=None if is_plain else now.page_size,
@@ -209,7 +209,7 @@ def _winners(setting: Setting, pool: list[_Scored]) -> list[Setting]:
     best: dict[tuple[bool, str], tuple[tuple[float, int], Setting]] = {}
     for hours, found in pool:
         flags = found.server.flags
-        key = (flags.disable_radix_cache, flags.mamba_radix_cache_strategy)
+        key = (flags.disable_radix_cache, flags.mamba_strategy)
         rank = (round(hours, 3), len(_changes(setting.server.flags, flags)))
         if key not in best or rank < best[key][0]:
             best[key] = (rank, found)

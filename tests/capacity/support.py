@@ -38,14 +38,14 @@ def free_memory() -> Free:
 COMMON: dict[str, Any] = {"context_length": 8192, "mamba_ssm_dtype": "bfloat16"}
 BEFORE = Flags(
     mem_fraction_static=0.85,
-    mamba_radix_cache_strategy="extra_buffer",
+    mamba_strategy="extra_buffer",
     max_running_requests=64,
     chunked_prefill_size=4096,
     **COMMON,
 )
 AFTER = Flags(
     mem_fraction_static=0.90,
-    mamba_radix_cache_strategy="no_buffer",
+    mamba_strategy="no_buffer",
     max_running_requests=128,
     chunked_prefill_size=8192,
     **COMMON,

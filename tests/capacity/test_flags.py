@@ -11,7 +11,7 @@ from dfexp.capacity.shape import ModelShape
 from tests.capacity.support import MODEL, NEW, OLD
 
 GRANITE = load_model("granite-4.0-h-micro").shape
-STRATEGY = "mamba_radix_cache_strategy"
+STRATEGY = "mamba_strategy"
 DENSE = load_model("Qwen3-8B").shape
 
 
@@ -89,7 +89,7 @@ def test_a_wrong_flag_names_value_and_fix(flags: dict[str, Any], says: str) -> N
 def test_flags_are_spelled_as_the_version_wants() -> None:
     flags = Flags(
         mem_fraction_static=0.9,
-        mamba_radix_cache_strategy="no_buffer",
+        mamba_strategy="no_buffer",
         cuda_graph_max_bs_decode=160,
         disable_radix_cache=True,
     )

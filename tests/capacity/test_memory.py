@@ -47,7 +47,7 @@ def test_the_two_formulas_by_hand(version: str) -> None:
     shape, slot, token = replace(MODEL.shape, multimodal=False), 153_944_064, 65_536
     free = Free(pre_gib=100.0, post_gib=60.0 + UNLOGGED_GIB)
     got = plan_memory(
-        shape, Flags(mem_fraction_static=0.9, mamba_radix_cache_strategy="extra_buffer"), rules(version), free
+        shape, Flags(mem_fraction_static=0.9, mamba_strategy="extra_buffer"), rules(version), free
     )
     rest = got.rest_bytes
     assert rest == pytest.approx(50 * GIB)
@@ -60,7 +60,7 @@ def test_the_two_formulas_by_hand(version: str) -> None:
 
 
 def test_newer_versions_keep_memory_back_for_multimodal_models() -> None:
-    flags = Flags(mem_fraction_static=0.9, max_mamba_cache_size=100, mamba_radix_cache_strategy="extra_buffer")
+    flags = Flags(mem_fraction_static=0.9, max_mamba_cache_size=100, mamba_strategy="extra_buffer")
     text = plan_memory(replace(MODEL.shape, multimodal=False), flags, NEW, free_memory())
     vision = plan_memory(replace(MODEL.shape, multimodal=True), flags, NEW, free_memory())
     assert text.max_total_num_tokens - vision.max_total_num_tokens == pytest.approx(100 * 2**20 / 65_536, abs=1)
@@ -93,7 +93,7 @@ def test_pages_round_down() -> None:
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.13", "0.5.23"])
 def test_speculation_takes_room_from_the_pools(version: str) -> None:
-    flags = replace(AFTER, mamba_radix_cache_strategy="extra_buffer", max_running_requests=16)
+    flags = replace(AFTER, mamba_strategy="extra_buffer", max_running_requests=16)
     plain = plan_memory(MODEL.shape, flags, rules(version), free_memory())
     draft = plan_memory(MODEL.shape, replace(flags, speculative_num_draft_tokens=4), rules(version), free_memory())
     if version == "0.5.12":  # comes off first
@@ -121,7 +121,7 @@ def test_speculation_takes_room_from_the_pools(version: str) -> None:
         ((94.8, 42.9), {"max_mamba_cache_size": 2}, DoesNotFit, "a request needs 3"),
         (
             (94.8, 42.9),
-            {"mamba_radix_cache_strategy": "extra_buffer", "disable_radix_cache": True},
+            {"mamba_strategy": "extra_buffer", "disable_radix_cache": True},
             FlagsRefused,
             "no_buffer",
         ),
@@ -213,7 +213,7 @@ def test_every_combination_of_flags_gives_a_plan_or_says_why() -> None:
     )  # fmt: skip
     for strategy, radix_off, overlap_off, running, slots, tp, version in axes:
         flags = replace(
-            AFTER, mamba_radix_cache_strategy=strategy, disable_radix_cache=radix_off, tp_size=tp,
+            AFTER, mamba_strategy=strategy, disable_radix_cache=radix_off, tp_size=tp,
             disable_overlap_schedule=overlap_off, max_running_requests=running, max_mamba_cache_size=slots,
         )  # fmt: skip
         try:

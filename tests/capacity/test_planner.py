@@ -111,7 +111,7 @@ def test_batches_beyond_the_largest_graph_are_marked() -> None:
 
 
 def test_the_newer_version_is_planned_by_its_own_rules() -> None:
-    flags = replace(AFTER, mamba_radix_cache_strategy="auto")
+    flags = replace(AFTER, mamba_strategy="auto")
     found = make_plan(replace(setting(flags, concurrency=64), rules=NEW))
     assert "--mamba-radix-cache-strategy" not in found.ranked[0].argv
     assert found.ranked[0].flags.disable_radix_cache
@@ -144,7 +144,7 @@ def test_a_dense_model_is_planned_too() -> None:
 def test_flags_that_cannot_run_stop_the_plan() -> None:
     with pytest.raises(FlagsRefused):
         make_plan(
-            setting(replace(AFTER, mamba_radix_cache_strategy="extra_buffer", disable_radix_cache=True), concurrency=64)
+            setting(replace(AFTER, mamba_strategy="extra_buffer", disable_radix_cache=True), concurrency=64)
         )
     with pytest.raises(DoesNotFit):
         make_plan(setting(replace(AFTER, mem_fraction_static=0.4), concurrency=64))

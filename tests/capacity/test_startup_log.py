@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.capacity_checks import recorded
 from dfexp.capacity.config import from_config
-from dfexp.capacity.flags import Flags, parse_flags, rules
+from dfexp.capacity.flags import Flags, own_name, parse_flags, rules
 from dfexp.capacity.memory import Free, plan_memory
 from dfexp.capacity.startup_log import Startup, read_startup
 from tests.capacity.support import DATA, lines
@@ -29,8 +29,7 @@ def log(name: str) -> Startup:
 def flags_of(startup: Startup) -> Flags:
     """The flags that the log echoes."""
     known = {item.name for item in fields(Flags)}
-    names = {"mamba_scheduler_strategy": "mamba_radix_cache_strategy"}
-    given = {names.get(name, name): value for name, value in startup.server_args.items() if value is not None}
+    given = {own_name(name): value for name, value in startup.server_args.items() if value is not None}
     return parse_flags({name: value for name, value in given.items() if name in known})
 
 
