@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints,
 
 from dfexp.errors import ParamsError
 from dfexp.params_errors import explain, hide_secrets, shown
-from dfexp.params_plan import PlanGroup
+from dfexp.params_plan import FlagValues, PlanGroup
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -32,17 +33,50 @@ class FleetGroup(Group):
     name: Name | None = Field(None, description="folder under outputs/fleets; default: the run's name")
 
 
-class LlamacppFleet(FleetGroup):
+class OwnFleet(FleetGroup):
+    """Keys of every engine whose servers are processes of this machine."""
+
+    servers: int = Field(1, ge=1, le=64, description="number of servers")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    stagger_s: float = Field(0.0, ge=0, description="longest wait for one server's weights before the next one starts")
+    canary_first: bool = Field(False, description="start one server alone; the others once its answers are no garbage")
+    check_content: bool = Field(False, description="a new server must also answer six requests at once with text")
+
+
+class LlamacppFleet(OwnFleet):
     """Servers of the embedded engine: llama.cpp as child processes of this machine."""
 
     engine: Literal["llamacpp"]
-    servers: int = Field(1, ge=1, le=64, description="number of server processes")
     model: str | None = Field(None, description="path of a GGUF file; default: the bundled SmolLM2-135M-Instruct")
     max_running_requests: int = Field(4, ge=1, le=256, description="requests that one server decodes at once")
     context_length: int = Field(2048, ge=128, description="tokens of prompt and answer together, per request")
     threads: int = Field(1, ge=1, description="CPU threads per server; more than the idle cores make it collapse")
-    host: str = Field("127.0.0.1", description="address to listen on")
     start_timeout_s: float = Field(120.0, gt=0, description="time to the first generated token")
+
+
+class SglangFleet(OwnFleet):
+    """SGLang servers, one per GPU or per tensor-parallel group of GPUs."""
+
+    engine: Literal["sglang"]
+    model: str = Field(description="folder of the model, or its name on the model hub")
+    python: str | None = Field(None, description="interpreter of the environment that has SGLang; default: this one")
+    device: Literal["cuda", "cpu"] = Field("cuda", description="cpu is for trying things out")
+    gpus: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="GPUs to use; default: the first ones")
+    flags: FlagValues = Field(default_factory=dict, description="SGLang flags by name, _ for -")
+    env: dict[EnvName, str] = Field(default_factory=dict, description="more environment variables for the servers")
+    first_port: int | None = Field(None, ge=1024, le=65000, description="first of the ports in a row; default: free ones")
+    stagger_s: float = Field(60.0, ge=0, description="longest wait for one server's weights before the next one starts")
+    check_content: bool = Field(True, description="a new server must also answer six requests at once with text")
+    least_share_of_plan: float = Field(0.9, ge=0, le=1, description="least room, of what `plan` predicts, to begin with")
+    start_timeout_s: float = Field(1800.0, gt=0, description="time to the first generated token of all")
+
+    @field_validator("env")
+    @classmethod
+    def _env_holds_no_secret(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if re.search("KEY|TOKEN|SECRET|PASSWORD", name, re.IGNORECASE):
+                raise ValueError(f"{name} looks like a secret, which a parameter file never holds. Export it instead.")
+        return env
 
 
 class ExternalFleet(FleetGroup):
@@ -91,6 +125,7 @@ class GenerationGroup(Group):
     max_attempts: int = Field(4, ge=1, le=100, description="times a row is sent before it counts as failed")
     slowest_tok_per_s: float = Field(2.0, gt=0, description="slowest healthy decoding; sets a request's time limit")
     drain_s: float = Field(60.0, ge=0, description="time that requests in flight get when the run is stopped")
+    stall_s: float = Field(300.0, gt=0, description="time without a new token after which a busy server is restarted")
     give_up_s: float = Field(1800.0, gt=0, description="time without any reachable server after which the run stops")
     on_orphan: Literal["stop", "continue"] = Field("stop", description="what to do when the starter of the run is gone")
     progress_interval_s: float = Field(10.0, gt=0, description="one log line per interval when run unattended")
@@ -116,7 +151,7 @@ class ReportGroup(Group):
     seed: int = Field(0, ge=0, description="of the draw")
 
 
-AnyFleet = Annotated[LlamacppFleet | ExternalFleet, Field(discriminator="engine")]
+AnyFleet = Annotated[LlamacppFleet | SglangFleet | ExternalFleet, Field(discriminator="engine")]
 
 
 class RunSpec(Group):

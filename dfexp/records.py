@@ -76,6 +76,7 @@ class ServerLimits:
         max_running_requests: requests decoded at once; the effective cap, not the flag that was asked for.
         context_length: tokens of prompt and answer together that one request may use.
         max_total_num_tokens: tokens of all running requests together (the KV pool).
+        max_mamba_cache_size: recurrent-state slots of a hybrid model.
         model: the name that the server gives its model.
         engine_version: as the server states it.
         state_bytes: memory that the limits imply, in bytes, by part (weights, kv, state), where the engine says so.
@@ -84,6 +85,7 @@ class ServerLimits:
     max_running_requests: int | None = None
     context_length: int | None = None
     max_total_num_tokens: int | None = None
+    max_mamba_cache_size: int | None = None
     model: str | None = None
     engine_version: str | None = None
     state_bytes: Mapping[str, int] | None = None

@@ -28,7 +28,7 @@ GOOD: dict[str, Any] = {"run": "r", "fleet": {"engine": "llamacpp"}, "prompts": 
 RUN = "(name of the run and of its folder under outputs/: letters, digits and . _ -)"
 QUOTES = "Put it in quotes: YAML does not read it as text."
 NUMBER = "YAML reads it as text: remove the quotes; 1e-3 is written 1.0e-3."
-ENGINES = "'llamacpp' or 'external'"
+ENGINES = "'llamacpp' or 'sglang' or 'external'"
 
 
 def mistakes(tree: dict[str, Any]) -> list[str]:
@@ -207,7 +207,7 @@ def test_a_fleet_that_is_no_group_says_so(fleet: object) -> None:
             {"engine": "llamacpp", "max_tokens": 2},
             "fleet.max_tokens = 2: unknown key. Did you mean generation.max_tokens?",
         ),
-        ({"engine": "llamacpp", "llamacpp": 2}, "fleet.llamacpp = 2: unknown key. Known keys: name, engine, servers,"),
+        ({"engine": "llamacpp", "llamacpp": 2}, "fleet.llamacpp = 2: unknown key. Known keys: name, servers, host,"),
         (
             {"engine": "llamacpp", "urls": ["http://a"]},
             "fleet.urls = ['http://a']: unknown key. It belongs to engine external.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import log
@@ -13,7 +14,7 @@ from dfexp import prompts
 from dfexp.capacity import check, workload
 from dfexp.capacity.cost import Server
 from dfexp.capacity.errors import CapacityError
-from dfexp.capacity.flags import parse_flags, rules
+from dfexp.capacity.flags import modelled, parse_flags, rules
 from dfexp.capacity.memory import Free
 from dfexp.capacity.models import Model, load_model
 from dfexp.capacity.planner import Candidate, Plan, Setting, make_plan
@@ -21,9 +22,9 @@ from dfexp.capacity.shape import GIB
 from dfexp.capacity.throughput import Sample, calibrate
 from dfexp.errors import PromptsError
 from dfexp.hardware import Efficiency, find_gpu
-from dfexp.params import RunSpec
+from dfexp.params import RunSpec, SglangFleet
 from dfexp.params_plan import LengthPart, PlanGroup
-from dfexp.records import Prompt
+from dfexp.records import Prompt, ServerLimits
 
 OPENING_CHARS = 4096
 """Characters of each prompt that the shared-prefix share looks at, so that 654,676 prompts fit in memory."""
@@ -46,13 +47,53 @@ def prepared_for(spec: RunSpec, root: Path) -> Prepared:
 
     Raises CapacityError: the file has no `plan` group, or its values are impossible; UnknownGpu.
     """
-    if spec.plan is None:
-        raise CapacityError("the parameter file has no `plan` group; add one (docs/capacity.md shows it whole).")
+    plan = plan_of(spec, root)
     texts: list[str] = []
-    if spec.plan.prompts is None or spec.plan.shared_prefix_share is None:
+    if plan.prompts is None or plan.shared_prefix_share is None:
         with suppress(PromptsError):
             texts = [_opening(prompt) for prompt in prompts.read(spec.prompts, root)]
-    return prepare(spec.plan, texts)
+    return prepare(plan, texts)
+
+
+def plan_of(spec: RunSpec, root: Path) -> PlanGroup:
+    """The `plan` group; what it leaves open is taken from a fleet of SGLang servers. Raises CapacityError."""
+    plan, group = spec.plan, spec.fleet
+    if plan is None:
+        raise CapacityError("the parameter file has no `plan` group; add one (docs/capacity.md shows it whole).")
+    if isinstance(group, SglangFleet):
+        folder = root / Path(group.model).expanduser()
+        given = {
+            "model": str(folder) if folder.exists() else group.model.rpartition("/")[2],
+            "servers": group.servers,
+            "flags": modelled(group.flags),
+        }
+        plan = plan.model_copy(update={key: value for key, value in given.items() if getattr(plan, key) is None})
+    if plan.model is None or plan.flags is None:
+        raise CapacityError("plan.model and plan.flags are needed where fleet.engine is not sglang. Give them.")
+    return plan
+
+
+def room_missing(spec: RunSpec, root: Path, limits: Mapping[str, ServerLimits | None]) -> list[str]:
+    """A sentence for each server whose room is below fleet.least_share_of_plan of what the plan predicts.
+
+    Args: limits, what each server says of itself; None for one that does not answer.
+    """
+    group = spec.fleet
+    if spec.plan is None or not isinstance(group, SglangFleet) or not group.least_share_of_plan:
+        return []
+    said = next((each.engine_version for each in limits.values() if each and each.engine_version), None)
+    version = said.partition(" ")[2] if said else spec.plan.sglang_version
+    plan = plan_of(spec, root).model_copy(update={"sglang_version": version, "prompts": 1, "shared_prefix_share": 0.0})
+    expected = make_plan(prepare(plan, []).setting).current.memory
+    numbers = ("max_running_requests", "max_total_num_tokens")
+    return [
+        f"{name}: {number} is {actual:,}, {actual / predicted:.0%} of the {predicted:,} that the plan predicts"
+        for name, each in limits.items()
+        if each is not None
+        for number in numbers
+        if (actual := getattr(each, number)) and (predicted := getattr(expected, number))
+        if actual < group.least_share_of_plan * predicted
+    ]
 
 
 def _opening(prompt: Prompt) -> str:
@@ -66,9 +107,11 @@ def prepare(plan: PlanGroup, texts: list[str]) -> Prepared:
     Args: texts, the run's prompts for their count and shared prefixes; what the group says beats them.
     Raises CapacityError, UnsupportedModel, UnknownGpu, FlagsRefused.
     """
+    assert plan.model, "plan_of has filled it in"
+    flags = plan.flags or {}
     model = load_model(plan.model, weights_gib=plan.weights_gib, weight_dtype=plan.weight_dtype)
     server = Server(
-        shape=model.shape, weight_dtype=model.weight_dtype, gpu=find_gpu(plan.gpu), flags=parse_flags(plan.flags)
+        shape=model.shape, weight_dtype=model.weight_dtype, gpu=find_gpu(plan.gpu), flags=parse_flags(flags)
     )
     completions = plan.prompts or len(texts)
     if not completions:
@@ -89,13 +132,13 @@ def prepare(plan: PlanGroup, texts: list[str]) -> Prepared:
         efficiency=_efficiency(plan, server, load),
         workload=load,
         prompts=completions,
-        servers=plan.servers,
+        servers=plan.servers or 1,
         concurrency=plan.concurrency,
         available_gib=plan.available_gpu_mem_gib,
     )
     variants = {
         name: replace(
-            setting.with_flags(parse_flags({**plan.flags, **part.flags})),
+            setting.with_flags(parse_flags({**flags, **part.flags})),
             concurrency=part.concurrency,
             measured_tok_per_s=part.measured_tok_per_s,
         )

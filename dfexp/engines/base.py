@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,7 +18,8 @@ from dfexp.params import FleetGroup
 from dfexp.processes import ProcessId
 from dfexp.records import ServerLimits
 
-_ENGINES = {"llamacpp": "LlamacppEngine", "external": "ExternalEngine"}  # classes in modules of dfexp.engines
+# Classes in modules of dfexp.engines.
+_ENGINES = {"llamacpp": "LlamacppEngine", "sglang": "SglangEngine", "external": "ExternalEngine"}
 # Below every system's range of ephemeral ports: a client's outgoing connection can then never sit on the port of a
 # server that is down, nor connect to itself while it tries to reach one.
 _PORTS = range(20000, 32000)
@@ -32,8 +34,10 @@ class Server:
     argv: tuple[str, ...] | None = None  # its command; None when somebody else runs it
     env: Mapping[str, str] = field(default_factory=dict)  # additions to its environment
     log: str | None = None
+    log_start: int = 0  # bytes of the log that are of earlier starts
     pid: int | None = None  # leads its own session; None before the start
     process_started: str | None = None  # start stamp (`ProcessId`), which tells it from a later process of that pid
+    settings: Mapping[str, Any] | None = None  # its fleet parameters, where they are not those of the fleet
 
     @property
     def process(self) -> ProcessId:
@@ -48,9 +52,10 @@ class Engine(Protocol):
     def name(self) -> str:
         """The value of `engine` in a parameter file."""
 
-    def plan(self, folder: FleetFolder, key: str) -> list[Server]:
+    def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """The servers to start; what they need to know privately is written as `server-*` in the folder, mode 0600.
 
+        With `at`, servers as they are: these again, at the same addresses, with the settings of this engine.
         Raises EngineStartError for what can be known to fail before anything is started.
         """
 
@@ -63,8 +68,14 @@ class Engine(Protocol):
     def model_fingerprint(self, url: str, key: str) -> str:
         """What tells this model from another of the same name, as far as this engine can know; the name at least."""
 
-    def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
-        """What the server at `url` says of its room."""
+    def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
+        """What a server says of its room."""
+
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> float | None:
+        """A count of tokens that grows while the server works at any request; None where the engine has none."""
+
+    def has_loaded(self, log_text: str) -> bool:
+        """Whether the weights are in memory, so that another server may read them now; False where no log tells."""
 
     def diagnose_start(self, log_text: str) -> str:
         """Cause and fix of a failed start, as far as its log tells."""
@@ -75,6 +86,27 @@ def engine_for(group: FleetGroup, root: Path | None = None) -> Engine:
     name = cast(Any, group).engine
     module = importlib.import_module(f"dfexp.engines.{name}")
     return cast(Engine, getattr(module, _ENGINES[name])(group=group, root=root or Path.cwd()))
+
+
+def start_log(server: Server, most: int = 2**22) -> str:
+    """What a server printed since it was last started: the first and the last `most` bytes of it."""
+    if server.log is None or not Path(server.log).exists():
+        return ""
+    with Path(server.log).open("rb") as file:
+        file.seek(server.log_start)
+        head = file.read(most)
+        file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - most))
+        return (head + file.read()).decode("utf-8", "replace")
+
+
+def address(host: str, port: int) -> str:
+    """host:port as a client on this machine reaches it."""
+    return f"{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"  # noqa: S104 (compared)
+
+
+def port_of(server: Server) -> int:
+    """The port in a server's URL."""
+    return int(server.url.rpartition(":")[2])
 
 
 def scrub(text: str, key: str) -> str:

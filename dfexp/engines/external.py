@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from dfexp.engines.base import Server
-from dfexp.engines.http import get_json
-from dfexp.engines.pages import limits_from
+from dfexp.engines.http import get_json, get_text
+from dfexp.engines.pages import limits_from, tokens_so_far
 from dfexp.errors import AccessDenied, BadAnswer, FleetError, Refused, ServerFault
 from dfexp.layout import FleetFolder
 from dfexp.params import ExternalFleet
@@ -24,7 +25,7 @@ class ExternalEngine:
     group: ExternalFleet
     root: Path
 
-    def plan(self, folder: FleetFolder, key: str) -> list[Server]:
+    def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """The URLs as they were given, none of them to be started."""
         bare = [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in self.group.urls]
         return [Server(name=url.partition("://")[2], url=url) for url in bare]
@@ -51,12 +52,12 @@ class ExternalEngine:
         """The name: nothing more can be known from outside."""
         return self.model_name(url, key)
 
-    def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
+    def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """What the server says on whichever pages it has, completed by what the parameters give."""
         pages = {}
         for path in ("v1/models", "server_info", "props"):
             try:
-                pages[path] = get_json(f"{url}/{path}", key=key, timeout_s=timeout_s)
+                pages[path] = get_json(f"{server.url}/{path}", key=key, timeout_s=timeout_s)
             except (AccessDenied, BadAnswer, Refused, ServerFault) as error:
                 if path == "v1/models" and error.status in (401, 403):
                     raise  # a wrong key; other pages may be closed to everybody
@@ -64,6 +65,17 @@ class ExternalEngine:
         slots = said.max_running_requests or self.group.max_running_requests
         context, model = said.context_length or self.group.context_length, self.group.model or said.model
         return replace(said, max_running_requests=slots, context_length=context, model=model)
+
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> float | None:
+        """What SGLang counts, where the server is one; None for others."""
+        try:
+            return tokens_so_far(get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s))
+        except (AccessDenied, BadAnswer, Refused, ServerFault):
+            return None
+
+    def has_loaded(self, log_text: str) -> bool:
+        """True: they are started by somebody else."""
+        return True
 
     def diagnose_start(self, log_text: str) -> str:
         """There is no log: all that is known is that nothing answered."""

@@ -10,13 +10,13 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from dfexp.engines.base import Server, free_ports
-from dfexp.engines.http import get_json
+from dfexp.engines.base import Server, address, free_ports, port_of
+from dfexp.engines.http import get_json, get_text
 from dfexp.engines.pages import limits_from
 from dfexp.errors import EngineStartError
 from dfexp.jsonl import write_atomic
@@ -53,14 +53,15 @@ class LlamacppEngine:
     group: LlamacppFleet
     root: Path
 
-    def plan(self, folder: FleetFolder, key: str) -> list[Server]:
+    def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """One child process per server, its settings and the key in a private file of its own."""
         if importlib.util.find_spec("xllamacpp") is None:
             raise EngineStartError('the package xllamacpp is missing. Install it: pip install "dfexp[embedded]"')
         context, trained = self.group.context_length, self._header.get("context_length")
         if trained and context > trained:
             raise EngineStartError(f"fleet.context_length = {context}: the model was trained for {trained}. Lower it.")
-        return [self._plan_one(folder, key, port) for port in free_ports(self.group.host, self.group.servers)]
+        ports = [port_of(server) for server in at] or free_ports(self.group.host, self.group.servers)
+        return [self._plan_one(folder, key, port) for port in ports]
 
     def outside_key(self) -> None:
         """None: the servers are ours, and so is the key."""
@@ -79,12 +80,25 @@ class LlamacppEngine:
                 digest.update(file.read(65536))
         return f"{self.model_name(url, key)} {digest.hexdigest()}"
 
-    def limits(self, url: str, key: str, timeout_s: float = 10.0) -> ServerLimits:
+    def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """Slots and context from the server's pages, the memory they imply from the model file."""
+        url = server.url
         models, props = (get_json(f"{url}/{page}", key=key, timeout_s=timeout_s) for page in ("v1/models", "props"))
         said = limits_from(models, props=props)
         kv_bytes = (said.max_total_num_tokens or 0) * (kv_bytes_per_token(self._header) or 0)
         return replace(said, state_bytes={**(said.state_bytes or {}), **({"kv": kv_bytes} if kv_bytes else {})})
+
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> float | None:
+        """Tokens decoded: those of finished requests, and those of the requests that are in a slot now."""
+        slots = get_json(f"{server.url}/slots", key=key, timeout_s=timeout_s)
+        page = get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s)
+        finished = re.search(r"^llamacpp:tokens_predicted_total (\S+)", page, re.MULTILINE)
+        busy = [part for slot in slots if slot["is_processing"] for part in slot.get("next_token") or ()]
+        return float(finished[1] if finished else 0) + float(sum(part.get("n_decoded", 0) for part in busy))
+
+    def has_loaded(self, log_text: str) -> bool:
+        """False: the log says nothing of it."""
+        return False
 
     def diagnose_start(self, log_text: str) -> str:
         """Cause and fix out of llama.cpp's own words."""
@@ -96,7 +110,7 @@ class LlamacppEngine:
         config |= {"slots": self.group.max_running_requests, "context_length": self.group.context_length}
         path = folder.path / f"server-{port}.json"
         write_atomic(path, json.dumps(config).encode(), mode=0o600)
-        name = f"{'127.0.0.1' if self.group.host == '0.0.0.0' else self.group.host}:{port}"  # noqa: S104 (compared)
+        name = address(self.group.host, port)
         command = (sys.executable, "-P", "-m", "dfexp.engines.llamacpp_server", str(path))
         env = {"GOMP_SPINCOUNT": "1000"}  # spinning barriers would make every thread wait for a busy core
         return Server(

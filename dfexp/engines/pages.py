@@ -5,6 +5,7 @@ Pages are somebody else's: every field may be missing or of another type, and is
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from dfexp.records import ServerLimits
@@ -32,6 +33,16 @@ def limits_from(models: Any, info: Any = None, props: Any = None) -> ServerLimit
         engine_version=_text(info, "version", prefix="sglang ") or _text(props, "build_info", prefix="llama.cpp "),
         state_bytes={"weights": weights} if weights else None,
     )
+
+
+def tokens_so_far(metrics: str) -> float | None:
+    """SGLang's count of tokens computed so far, all kinds and ranks together, out of its /metrics page.
+
+    `realtime_tokens_total` moves at every step; the counters of finished requests do not. None without the series,
+    which also is a server that has computed nothing yet.
+    """
+    values = re.findall(r"^sglang:realtime_tokens_total(?:\{.*\})? (\d\S*)", metrics, re.MULTILINE)
+    return sum(map(float, values)) if values else None
 
 
 def _at(value: Any, *steps: str | int) -> Any:

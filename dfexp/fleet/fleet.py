@@ -7,43 +7,34 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
 from dfexp import errors
-from dfexp.engines.base import Engine, Server, engine_for, scrub
-from dfexp.engines.http import probe
-from dfexp.errors import EngineStartError, FleetError, LockedError, RequestError
+from dfexp.engines.base import Engine, Server, engine_for, scrub, start_log
+from dfexp.engines.http import Readiness, probe
+from dfexp.errors import FleetError, LockedError, RequestError
 from dfexp.fleet import spawn
-from dfexp.jsonl import write_atomic
+from dfexp.fleet.record import (
+    FleetRecord,
+    changing,
+    check_change,
+    read_group,
+    read_record,
+    waits_for_others,
+    write_record,
+)
+from dfexp.fleet.waiting import Launch, wait_for_one
 from dfexp.layout import FleetFolder
-from dfexp.params import AnyFleet, RunSpec
+from dfexp.params import AnyFleet
 from dfexp.processes import ProcessId
 from dfexp.records import ServerLimits
 
-_PROBE_TIMEOUT_S, _PAUSE_S, _LAST_LINES = 20.0, 0.2, 12
+_LAST_LINES, _CHANGE_DRAIN_S = 12, 10.0
 _Said = TypeVar("_Said")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetRecord:
-    """The content of fleet.json, without secrets."""
-
-    identity: str  # random hex made at launch
-    spec: AnyFleet  # the parameters as launched
-    root: Path  # what relative paths in them are relative to
-    servers: tuple[Server, ...]
-    ready: bool = False  # whether all have answered once; until then the fleet is being launched
-
-
-_FORMAT = TypeAdapter(FleetRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +57,22 @@ class Fleet:
         """For `up` and `attach`."""
         self.folder, self.engine, self.name = folder, engine, folder.name
         self.identity = record.identity  # a restart of a server keeps it
-        self.spec: dict[str, Any] = record.spec.model_dump(mode="json")  # the parameters as launched
         self._record = record
 
     @property
     def servers(self) -> tuple[Server, ...]:
         """The servers as they are now, in their order; replaced whole by a restart."""
         return self._record.servers
+
+    @property
+    def group(self) -> AnyFleet:
+        """The parameters of its servers, but for those that have settings of their own."""
+        return self._record.spec
+
+    def settings(self, name: str) -> AnyFleet:
+        """The parameters that server `name` runs with: those of the fleet, or its own in the middle of a change."""
+        own = self.server(name).settings
+        return self.group if own is None else read_group(own)
 
     @property
     def key(self) -> str:
@@ -99,7 +99,20 @@ class Fleet:
 
     def limits(self, name: str, timeout_s: float = 10.0) -> ServerLimits:
         """What server `name` says of its room. Raises RequestError if it does not answer."""
-        return self.engine.limits(self.server(name).url, self.key, timeout_s)
+        return self.engine.limits(self.server(name), self.key, timeout_s)
+
+    def progress(self, name: str, timeout_s: float = 10.0) -> float | None:
+        """A count of tokens that grows while server `name` works; None where there is none. Raises RequestError."""
+        return self.engine.progress(self.server(name), self.key, timeout_s)
+
+    def probe(self, name: str, model: str, timeout_s: float = 20.0) -> Readiness:
+        """Ask server `name` for a token, and see that it is ours that gave it."""
+        server = self.server(name)
+        readiness = probe(server.url, self.key, model, timeout_s)
+        if readiness.ready and server.argv is not None and not spawn.owns_port(self.identity, server):
+            why = "another program answers on its port. Stop that, or choose other ports."
+            return Readiness(errors.Unreachable(f"{name}: {why}"))
+        return readiness
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return once the servers serve; all are asked at the same time.
@@ -108,24 +121,26 @@ class Fleet:
         EngineStartError (cause from its log, fix, last lines), and everything that was started is stopped, also when
         the wait is interrupted. Of a fleet that was ready before, one server that tells its limits is enough.
         """
-        launching = not self._record.ready
+        end = time.monotonic() + timeout_s
+        if self._record.ready:
+            wait_for_one(self, end)
+            return
         try:
-            self._wait_ready(time.monotonic() + timeout_s, launching)
-            if launching:
-                with changing(self.folder):
-                    self._reread()
-                    self.save_locked(ready=True)
+            Launch(self).wait(end)
+            with changing(self.folder):
+                self.reread()
+                self.save_locked(ready=True)
         except BaseException:
             with changing(self.folder), contextlib.suppress(FleetError):
-                self._reread()
+                self.reread()
                 if not self._record.ready:
                     self.stop_locked(drain_s=0.0)
             raise
 
     def status(self, timeout_s: float = 10.0) -> list[ServerStatus]:
         """What each server is doing, asked at the same time. Raises FleetError only if the fleet was stopped."""
-        self._reread()
-        return self._ask_all(lambda server: self._status(server, timeout_s))
+        self.reread()
+        return self.ask_all(lambda server: self._status(server, timeout_s))
 
     def is_process_alive(self, name: str) -> bool:
         """Whether the process of `name` lives: cheap, no request. True for servers that somebody else runs."""
@@ -138,23 +153,46 @@ class Fleet:
         Raises FleetError for a server that somebody else runs or a fleet that was stopped, EngineStartError.
         """
         with changing(self.folder):
-            self._reread()
+            self.reread()
             server = self.server(name)
             if server.argv is None:
                 raise FleetError(f"{name} is run by somebody else and cannot be restarted from here.")
             self.start_locked(server)
         return self
 
-    def start_locked(self, server: Server) -> None:
+    def reconfigure(self, name: str, group: AnyFleet) -> None:
+        """Stop server `name` and start it on the same address with the settings of `group`, without waiting.
+
+        What is in flight gets a few seconds. Raises FleetError: servers of somebody else, or `group` differs in more
+        than servers can be given; EngineStartError. Then the server has not been touched.
+        """
+        with changing(self.folder):
+            self.reread()
+            server = self.server(name)
+            check_change(self.group, group)
+            planned = engine_for(group, self._record.root).plan(self.folder, self.key, at=[server])
+            spawn.stop(self.identity, [server], _CHANGE_DRAIN_S)
+            own = None if group == self.group else group.model_dump(mode="json")
+            self.start_locked(replace(planned[0], settings=own))
+
+    def settle(self, group: AnyFleet) -> None:
+        """Record that all servers run with `group` now."""
+        with changing(self.folder):
+            self.reread()
+            self.save_locked(spec=group, servers=tuple(replace(server, settings=None) for server in self.servers))
+            self.engine = engine_for(group, self._record.root)
+
+    def start_locked(self, server: Server) -> Server:
         """Kill what is left of a server, start it and record it."""
         spawn.stop(self.identity, [server], drain_s=0.0)
         started = spawn.spawn(server, self.identity, self.folder.path)
         self.save_locked(servers=tuple(started if one.name == server.name else one for one in self.servers))
+        return started
 
     def start_failure(self, name: str) -> str:
         """Cause, fix and last log lines of server `name`, whose process ended or stays silent; without the key."""
         server, what = self.server(name), "did not become ready" if self.is_process_alive(name) else "ended"
-        log = spawn.last_start(server)
+        log = start_log(server)
         lines = [f"server {name} {what}. {self.engine.diagnose_start(log)}"]
         if log:
             lines += [f"Last lines of {server.log}:", *(f"  {line}" for line in log.splitlines()[-_LAST_LINES:])]
@@ -167,7 +205,7 @@ class Fleet:
         naming what could not be stopped; fleet.json then stays.
         """
         with changing(self.folder):
-            self._reread()
+            self.reread()
             holder = self.lease_holder()
             if holder is not None and not force:
                 raise LockedError(f"fleet {self.name!r} is in use by {holder}. Stop that first.")
@@ -210,152 +248,34 @@ class Fleet:
     def save_locked(self, **changes: Any) -> None:
         """Replace fields of the record, on disk first. Raises StorageError if the disk refuses."""
         record = replace(self._record, **changes)
-        write_atomic(self.folder.fleet_json, _FORMAT.dump_json(record, indent=2) + b"\n")
+        write_record(self.folder, record)
         self._record = record
 
-    def _reread(self) -> None:
+    def reread(self) -> None:
         """Take over what other processes changed in fleet.json."""
         record = read_record(self.folder)
         if record is None or record.identity != self.identity:
             raise FleetError(f"fleet {self.name!r} was stopped by somebody in the meantime. Bring it up again.")
         self._record = record
 
-    def _ask_all(self, ask: Callable[[Server], _Said]) -> list[_Said]:
+    def ask_all(self, ask: Callable[[Server], _Said]) -> list[_Said]:
+        """What `ask` gives for each server, asked at the same time."""
         pool = ThreadPoolExecutor(len(self.servers), thread_name_prefix="dfexp-fleet")
         try:
             return list(pool.map(ask, self.servers))
         finally:
             pool.shutdown(wait=False)  # an interrupt does not wait for a server that hangs
 
-    def _wait_ready(self, end: float, launching: bool) -> None:
-        while True:
-            timeout_s = max(1.0, min(_PROBE_TIMEOUT_S, end - time.monotonic()))
-            waits = self._ask_all(lambda server: self._why_not_ready(server, timeout_s, launching))  # noqa: B023
-            if waits.count(None) >= (len(waits) if launching else 1):
-                return
-            for server, error in zip(self.servers, waits, strict=True):
-                refused = server.argv is None and isinstance(error, (errors.AccessDenied, errors.Refused))
-                hopeless = launching and (refused or not self.is_process_alive(server.name))
-                if error is not None and (hopeless or time.monotonic() >= end):
-                    last = scrub(str(error), self.key)
-                    raise EngineStartError(f"{self.start_failure(server.name)}\nLast answer: {last}")
-            time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
-
-    def _why_not_ready(self, server: Server, timeout_s: float, launching: bool) -> RequestError | None:
-        """None if a server serves: in a launch only a token counts, later its limits."""
-        try:
-            if launching:
-                return probe(server.url, self.key, self.engine.model_name(server.url, self.key), timeout_s).error
-            self.limits(server.name, timeout_s)
-        except RequestError as error:
-            return error
-        return None
-
     def _status(self, server: Server, timeout_s: float) -> ServerStatus:
         alive, limits, state, detail = self.is_process_alive(server.name), None, "dead", "its process is gone"
+        if waits_for_others(server):
+            return ServerStatus(server.name, server.url, "starting", "not started yet", None, None, None)
         if alive:
             try:
-                limits, state, detail = self.limits(server.name, timeout_s), "ready", "answers"
+                limits, state = self.limits(server.name, timeout_s), "ready"
+                detail = "answers" if server.settings is None else "answers, with settings other than the fleet's"
             except RequestError as error:
                 state = "unreachable" if server.argv is None or isinstance(error, errors.TimedOut) else "starting"
                 detail = scrub(str(error), self.key)
         pid, memory = (server.pid, spawn.rss_bytes(server)) if alive and server.argv else (None, None)
         return ServerStatus(server.name, server.url, state, detail, limits, pid, memory)
-
-
-def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
-    """The fleet of `spec`, and whether this call launched it. Does not wait: `Fleet.wait_ready` does.
-
-    A fleet of that name that runs with the same parameters is attached to; its dead servers are started again unless a
-    run holds it. Records of a fleet that is gone are replaced. Raises FleetError if it runs with other parameters
-    (naming them), EngineStartError if it cannot be launched; then nothing is left running.
-    """
-    root = root.resolve()
-    engine = engine_for(spec.fleet, root)
-    engine.outside_key()  # a missing one is told before anything is made
-    folder = FleetFolder.named(root, spec.outputs, spec.fleet_name)
-    folder.logs.mkdir(parents=True, exist_ok=True)
-    with changing(folder):
-        record = read_record(folder)
-        if record is None:
-            return _launch(folder, engine, spec, root), True
-        fleet = Fleet(folder, engine, record)
-        differences, user = _differences(record, spec), fleet.lease_holder()
-        ours = [server for server in record.servers if server.argv is not None]
-        if user is None and not any(spawn.members(record.identity, ours).values()) and (ours or differences):
-            fleet.stop_locked(drain_s=0.0)
-            return _launch(folder, engine, spec, root), True
-        if differences:
-            by = f" and is in use by {user}" if user else ""
-            raise FleetError(
-                f"fleet {fleet.name!r} already runs with other parameters{by}: {'; '.join(differences)}. Stop it with"
-                f" `dfexp fleet down {fleet.name}`, or give this one another name (fleet.name)."
-            )
-        for server in ours:
-            if record.ready and user is None and not server.process.is_alive():
-                fleet.start_locked(server)
-        return fleet, False
-
-
-def attach(folder: FleetFolder) -> Fleet:
-    """The fleet that `folder` records, whatever state its servers are in. Raises FleetError if none is recorded."""
-    record = read_record(folder)
-    if record is None:
-        raise FleetError(f"no fleet {folder.name!r} here: {folder.fleet_json} does not exist. Launch it first.")
-    return Fleet(folder, engine_for(record.spec, record.root), record)
-
-
-def list_fleets(root: Path, outputs: str = "outputs") -> list[FleetFolder]:
-    """The folders under `root/outputs/fleets` in which a fleet is recorded, by name."""
-    return [FleetFolder(path.parent) for path in sorted((root / outputs / "fleets").glob("*/fleet.json"))]
-
-
-def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> Fleet:
-    """Start every server. The record is on disk before the first process is, so that none can be forgotten."""
-    record = FleetRecord(identity=secrets.token_hex(8), spec=spec.fleet, root=root, servers=())
-    fleet = Fleet(folder, engine, record)
-    try:
-        key = engine.outside_key()
-        if key is None:
-            key = secrets.token_urlsafe(32)
-            write_atomic(folder.key, key.encode(), mode=0o600)
-        servers = tuple(engine.plan(folder, key))
-        fleet.save_locked(servers=servers)
-        for server in servers:
-            if server.argv is not None:
-                fleet.start_locked(server)
-    except BaseException:
-        fleet.stop_locked(drain_s=0.0)
-        raise
-    return fleet
-
-
-def _differences(record: FleetRecord, spec: RunSpec) -> list[str]:
-    """The keys that differ, with both values, but for those that say nothing about the servers themselves."""
-    running, asked = record.spec.model_dump(mode="json"), spec.fleet.model_dump(mode="json")
-    return [
-        f"fleet.{key} is {running.get(key)!r}, asked for is {asked.get(key)!r}"
-        for key in {**asked, **running}
-        if running.get(key) != asked.get(key) and key not in ("name", "start_timeout_s")
-    ]
-
-
-def read_record(folder: FleetFolder) -> FleetRecord | None:
-    """What fleet.json says; None when there is none. Raises FleetError for a file that is not whole."""
-    try:
-        return _FORMAT.validate_json(folder.fleet_json.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        why = f"{folder.fleet_json} is damaged or of another version of dfexp ({error.errors()[0]['msg']})."
-        raise FleetError(f"{why} Stop its servers by hand (`ps` names them), then remove {folder.path}.") from None
-
-
-@contextlib.contextmanager
-def changing(folder: FleetFolder) -> Iterator[None]:
-    """One process, and one thread in it, at a time changes a fleet; others wait. Ends with its process."""
-    # A file, not the folder: shared file systems lock only what is open for writing. It is never removed, or two
-    # processes could each hold the lock of a file of that name.
-    with (folder.path / "launch.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

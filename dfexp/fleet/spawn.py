@@ -22,8 +22,8 @@ from dfexp.engines.base import Server
 from dfexp.errors import EngineStartError, FleetError
 from dfexp.processes import ProcessId
 
-_MARK, _HEADER = "DFEXP_SERVER", "dfexp: starting server "
-_KILL_S, _TAIL_BYTES = 15.0, 2**20
+_MARK = "DFEXP_SERVER"
+_KILL_S = 15.0
 
 
 def spawn(server: Server, identity: str, folder: Path) -> Server:
@@ -34,8 +34,9 @@ def spawn(server: Server, identity: str, folder: Path) -> Server:
     env = {**os.environ, **server.env, _MARK: f"{identity}/{server.name}", "SPT_NOENV": "1"}
     try:
         with open(server.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
-            log.write(f"{_HEADER}{server.name} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
+            log.write(f"dfexp: starting server {server.name} at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
             log.flush()
+            log_start = log.tell()
             child = Popen(
                 server.argv, stdin=DEVNULL, stdout=log, stderr=log, env=env, cwd=folder, start_new_session=True
             )
@@ -43,16 +44,8 @@ def spawn(server: Server, identity: str, folder: Path) -> Server:
         raise EngineStartError(f"cannot run {server.argv[0]} with its log {server.log}: {error.strerror}.") from None
     found = ProcessId.of(child.pid)
     threading.Thread(target=child.wait, daemon=True).start()  # reaps it whenever it ends
-    return replace(server, pid=child.pid, process_started=found.started if found else "ended at once")
-
-
-def last_start(server: Server) -> str:
-    """What a server printed since it was last started, without the header; the last mebibyte at most."""
-    if server.log is None or not Path(server.log).exists():
-        return ""
-    with Path(server.log).open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return file.read().decode("utf-8", "replace").rpartition(_HEADER)[2]
+    stamp = found.started if found else "ended at once"
+    return replace(server, pid=child.pid, process_started=stamp, log_start=log_start)
 
 
 def members(identity: str, servers: Sequence[Server]) -> dict[str, set[ProcessId]]:
@@ -65,6 +58,24 @@ def members(identity: str, servers: Sequence[Server]) -> dict[str, set[ProcessId
             if owner == identity and name in found and one is not None:
                 found[name].add(one)
     return found
+
+
+def owns_port(identity: str, server: Server) -> bool:
+    """Whether a process of this server listens on its port: what answers there may be another program."""
+    port = int(server.url.rpartition(":")[2])
+    for process in members(identity, [server])[server.name]:
+        with contextlib.suppress(psutil.Error):
+            for link in psutil.Process(process.pid).net_connections("tcp"):
+                if link.status == psutil.CONN_LISTEN and link.laddr.port == port:
+                    return True
+    return False
+
+
+def age_s(server: Server) -> float | None:
+    """Seconds since a server was started; None when its process is gone."""
+    with contextlib.suppress(psutil.Error):
+        return time.time() - psutil.Process(server.pid).create_time()
+    return None
 
 
 def rss_bytes(server: Server) -> int | None:

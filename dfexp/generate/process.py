@@ -116,7 +116,7 @@ def _record_config(
     config: dict[str, Any] = {
         "engine": the_fleet.engine.name,
         "engine_version": next((each.engine_version for each in limits.values() if each is not None), None),
-        "fleet": the_fleet.spec,
+        "fleet": the_fleet.group.model_dump(mode="json"),
         "model": model,
         "sampling": identity.sampling(spec.generation),
     }

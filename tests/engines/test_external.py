@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dfexp.engines.base import engine_for
+from dfexp.engines.base import Server, engine_for
 from dfexp.errors import AccessDenied, BadAnswer, FleetError, TimedOut, Unreachable
 from dfexp.layout import FleetFolder
 from dfexp.params import ExternalFleet
@@ -29,6 +29,10 @@ class Pages(Quiet):
             self.server.released.wait(30)
         else:
             self.reply(200, json.dumps(body).encode())
+
+
+def at(url: str) -> Server:
+    return Server(name="one", url=url)
 
 
 @pytest.fixture
@@ -57,36 +61,36 @@ def test_urls_lose_their_v1_and_nothing_is_started(tmp_path):
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
 def test_sglang_tells_its_effective_limits(server, version):
     server.pages = sglang(version)
-    limits = engine([server.url], max_running_requests=999).limits(server.url, "")
+    limits = engine([server.url], max_running_requests=999).limits(at(server.url), "")
     assert (limits.max_running_requests, limits.context_length, limits.max_total_num_tokens) == (16, 8192, 20000)
     assert limits.engine_version == f"sglang {version}"
 
 
 def test_a_server_that_says_little_is_completed_by_the_parameters(server):
     server.pages = {"/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
-    limits = engine([server.url], max_running_requests=7, context_length=100).limits(server.url, "")
+    limits = engine([server.url], max_running_requests=7, context_length=100).limits(at(server.url), "")
     assert (limits.max_running_requests, limits.context_length, limits.model) == (7, 4096, "m")
 
 
 def test_a_server_without_a_list_of_models_takes_everything_from_the_parameters(server):
-    limits = engine([server.url], model="mine", max_running_requests=7).limits(server.url, "")
+    limits = engine([server.url], model="mine", max_running_requests=7).limits(at(server.url), "")
     assert (limits.max_running_requests, limits.context_length, limits.model) == (7, None, "mine")
 
 
 def test_a_wrong_key_is_an_error_and_not_a_server_without_limits(server):
     server.key = "right"
     server.pages = sglang("0.5.23")
-    assert engine([server.url]).limits(server.url, "right").max_running_requests == 16
+    assert engine([server.url]).limits(at(server.url), "right").max_running_requests == 16
     with pytest.raises(AccessDenied):
-        engine([server.url]).limits(server.url, "wrong")
+        engine([server.url]).limits(at(server.url), "wrong")
 
 
 def test_a_server_in_trouble_is_an_error_and_not_a_server_without_limits(server):
     server.pages = {"/v1/models": {"data": [{"id": "m"}]}, "/server_info": "hang"}
     with pytest.raises(TimedOut):
-        engine([server.url]).limits(server.url, "", timeout_s=0.3)
+        engine([server.url]).limits(at(server.url), "", timeout_s=0.3)
     with pytest.raises(Unreachable):
-        engine([server.url]).limits("http://127.0.0.1:1", "")
+        engine([server.url]).limits(at("http://127.0.0.1:1"), "")
 
 
 def test_the_key_comes_from_the_variable_that_the_parameters_name(monkeypatch):

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from dfexp.engines.base import Server
+from dfexp.engines.base import Server, start_log
 from dfexp.errors import EngineStartError
 from dfexp.fleet import spawn
 from tests.fleet.conftest import marked, wait_for
@@ -77,13 +79,31 @@ def test_a_program_that_is_not_there(tmp_path):
 
 def test_only_the_last_start_is_read_from_a_log(tmp_path):
     log = tmp_path / "log"
-    log.write_text(
-        "dfexp: starting server a at t\nold failure\ndfexp: starting server a at t\nnew \udcff failure\n",
-        "utf-8",
-        "surrogateescape",
-    )
-    server = Server(name="a", url="http://a", log=str(log))
-    assert "old" not in spawn.last_start(server)
-    assert "new" in spawn.last_start(server)
-    assert spawn.last_start(Server(name="a", url="http://a", log=str(tmp_path / "none"))) == ""
-    assert spawn.last_start(Server(name="a", url="http://a")) == ""
+    log.write_bytes(b"the failure of yesterday\n")
+    say = "import sys; sys.stdout.buffer.write(b'first ' + b'.' * 1000 + b' \\xff last')"
+    server = Server(name="h:1", url="http://h:1", argv=(sys.executable, "-c", say), log=str(log))
+    server = spawn.spawn(server, "abc123", tmp_path)
+    wait_for(lambda: b"last" in log.read_bytes())
+    assert start_log(server).startswith("first .")
+    assert start_log(server).endswith(". \ufffd last")
+    assert start_log(server, 7) == "first . \ufffd last"
+    assert start_log(replace(server, log=str(tmp_path / "none"))) == ""
+    assert start_log(replace(server, log=None)) == ""
+
+
+def test_who_owns_a_port(tmp_path):
+    serve = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); import time; time.sleep(600)"
+    log = tmp_path / "log"
+    server = Server(
+        name="h:1", url="http://127.0.0.1:1", log=str(log),
+        argv=(sys.executable, "-c", serve),
+    )  # fmt: skip
+    server = spawn.spawn(server, "abc123", tmp_path)
+    try:
+        wait_for(lambda: start_log(server).strip().isdigit())
+        port = start_log(server).strip()
+        assert spawn.owns_port("abc123", replace(server, url=f"http://127.0.0.1:{port}"))
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            assert not spawn.owns_port("abc123", replace(server, url=f"http://127.0.0.1:{other.getsockname()[1]}"))
+    finally:
+        spawn.stop("abc123", [server], drain_s=0)

@@ -1,0 +1,70 @@
+"""Whether a server that says it is well answers with sense: a broken batch gives HTTP 200, green health and garbage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from dfexp.engines.http import get_json
+from dfexp.errors import BadAnswer, RateLimited, RequestError
+from dfexp.quality import garbage
+
+MAX_TOKENS = 48
+_QUESTIONS = (
+    "Name three rivers in Europe.",
+    "Write a Python function that adds two numbers.",
+    "Why is the sky blue? Answer in two sentences.",
+    "What is 17 times 23? Show the steps.",
+    "Translate into French: the train leaves at noon.",
+    "Tell a very short story about a lighthouse.",
+)
+
+
+def check(
+    url: str, key: str, model: str, *, sampling: Mapping[str, Any] | None = None, timeout_s: float = 120.0
+) -> list[str]:
+    """Reasons not to trust a server's answers; empty when there are none.
+
+    Args:
+        url: base URL, without /v1.
+        key: API key, "" for none.
+        model: name to send.
+        sampling: fields of the request's body, as the run sends them (temperature, chat_template_kwargs ...).
+        timeout_s: for each whole answer of up to 48 tokens.
+
+    The questions go out at the same time, since some faults only show in a batch. Errors are reasons, but for a server
+    that is too busy; odd answers are one when most of them are. Never raises for what a server does.
+
+    """
+    fields = {name: value for name, value in (sampling or {}).items() if name != "stop"}
+
+    def ask(question: str) -> str | None | RequestError:
+        body = {**fields, "model": model, "messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
+        try:
+            return _judged(get_json(f"{url}/v1/chat/completions", key=key, timeout_s=timeout_s, body=body))
+        except RequestError as error:
+            return error
+
+    with ThreadPoolExecutor(len(_QUESTIONS)) as pool:
+        found = list(pool.map(ask, _QUESTIONS))
+    errors = Counter(str(one) for one in found if isinstance(one, RequestError) and not isinstance(one, RateLimited))
+    answers = [one for one in found if not isinstance(one, RequestError)]
+    odd = [one for one in answers if one is not None]
+    reasons = [f"{count} of {len(found)} requests at once failed: {words}" for words, count in errors.items()]
+    if not answers and not errors:
+        reasons.append(f"all {len(found)} requests at once were turned away as too many")
+    if 2 * len(odd) > len(answers):
+        reasons.append(f"{len(odd)} of {len(answers)} answers at once are garbage: {'; '.join(dict.fromkeys(odd))}")
+    return reasons
+
+
+def _judged(reply: Any) -> str | None:
+    """Why one reply is garbage. A thought that the server split off is part of the answer."""
+    try:
+        message, usage = reply["choices"][0]["message"], reply.get("usage") or {}
+        text = "".join(str(message.get(part) or "") for part in ("reasoning_content", "reasoning", "content"))
+        return garbage(text, usage.get("completion_tokens"))
+    except (TypeError, KeyError, IndexError, AttributeError):
+        raise BadAnswer("HTTP 200 without a chat completion") from None
