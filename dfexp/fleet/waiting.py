@@ -67,6 +67,8 @@ class Launch:
 
     def _lets_others_start(self, server: Server, stagger_s: float) -> bool:
         """Whether a server has read its weights, or has had `stagger_s` for it."""
+        if server.name in self._serving:
+            return True
         age_s = spawn.age_s(server)
         return age_s is None or age_s > stagger_s or self._fleet.engine.has_loaded(start_log(server))
 
