@@ -2,12 +2,14 @@
 
     python3 tools/environment.py base|dev      .venv for the demo, or with the development tools too
     python3 tools/environment.py oldest        an environment with the oldest openai; prints its folder
+    python3 tools/environment.py sglang-cpu V  one with SGLang V on a CPU, and two models; prints its folder
     python3 tools/environment.py lock [-U]     compile the locks again (-U: take newer versions)
     python3 tools/environment.py sglang        can `pip install dfexp[sglang]` be resolved?
     python3 tools/environment.py chromium      Debian's browser for the browser tests, where it can be had
 
 An environment whose stamp fits its locks is left alone, so a second call costs a fraction of a second. One that was
-interrupted half-way, or whose Python has gone, is made anew.
+interrupted half-way, or whose Python has gone, is made anew. Those whose folder is printed are outside the checkout,
+below DFEXP_CACHE or ~/.cache/dfexp, under the hash of all that they are made from.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,16 +36,18 @@ STAMP, MARK = "dfexp-environment.json", "dfexp-unfinished"
 
 COMPILE = ("--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate")
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_34")
-SGLANG = {"newest": "sglang", "0.5.12": "sglang==0.5.12", "0.5.23": "sglang==0.5.23"}
+SGLANG_ON_CPU = ("0.5.12", "0.5.23")
+SGLANG = {"newest": "sglang"} | {version: f"sglang=={version}" for version in SGLANG_ON_CPU}
 
 # Of the user's settings only those that say how to reach packages are kept: a constraint, a target folder or
 # `user = true` would change what is installed or where, and the locks already say all of that.
 PIP_KEPT = frozenset(
-    {"index-url", "extra-index-url", "cert", "client-cert", "proxy", "trusted-host", "timeout", "default-timeout"}
-    | {"retries", "keyring-provider", "cache-dir", "no-cache-dir"}
+    {"index-url", "extra-index-url", "find-links", "cert", "client-cert", "proxy", "trusted-host", "timeout"}
+    | {"default-timeout", "retries", "keyring-provider", "cache-dir", "no-cache-dir"}
 )
 UV_KEPT = (
     *("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_INDEX_STRATEGY", "UV_INSECURE_HOST"),
+    *("UV_FIND_LINKS", "UV_TORCH_BACKEND"),
     *("UV_CACHE_DIR", "UV_NO_CACHE", "UV_LINK_MODE", "UV_OFFLINE", "UV_NATIVE_TLS", "UV_SYSTEM_CERTS"),
     *("UV_HTTP_TIMEOUT", "UV_HTTP_RETRIES", "UV_KEYRING_PROVIDER", "UV_CONCURRENT_DOWNLOADS"),
 )
@@ -114,6 +118,8 @@ def clean_environment(venv: Path) -> dict[str, str]:
     env["UV_PYTHON_DOWNLOADS"] = "never"
     if "index-url" in settings and not env.keys() & {"UV_DEFAULT_INDEX", "UV_INDEX_URL"}:
         env["UV_DEFAULT_INDEX"] = settings["index-url"]
+    if "find-links" in settings:
+        env.setdefault("UV_FIND_LINKS", ",".join(settings["find-links"].split()))
     if "cert" in settings:
         env.setdefault("SSL_CERT_FILE", settings["cert"])
     return env
@@ -186,21 +192,27 @@ def install_uv(venv: Path, env: Mapping[str, str]) -> list[str]:
     return [str(uv), "pip"]
 
 
-def install(venv: Path, locks: list[Path], *, project: bool) -> None:
-    """Install locks, and the project itself in place; nothing is resolved and every file is checked by its hash."""
+def install(venv: Path, locks: list[Path], *, project: bool = False, unhashed: Path | None = None) -> None:
+    """Install locks, where nothing is resolved and every file is checked by its hash, and the project itself in place.
+
+    `unhashed` holds pins of which each machine may have another build; what they need beyond the locks is resolved.
+    """
     started = time.monotonic()
     create(venv)
     env = clean_environment(venv)
     with unfinished(venv):
-        argv = [*install_uv(venv, env), "install", "--quiet", "--python", python_of(venv), "--no-deps"]
+        argv = [*install_uv(venv, env), "install", "--quiet", "--python", python_of(venv)]
         for lock in locks:
             say(f"{count(lock)} pins of {lock.relative_to(ROOT)}")
-            run([*argv, "--require-hashes", "-r", str(lock)], env)
+            run([*argv, "--no-deps", "--require-hashes", "-r", str(lock)], env)
+        if unhashed:
+            say(f"pins of {unhashed.relative_to(ROOT)}")
+            run([*argv, "-r", str(unhashed)], env)
         if project:
-            run([*argv, "--no-build-isolation", "--editable", str(ROOT)], env)
+            run([*argv, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], env)
     files = (entry for entry in venv.rglob("*") if entry.is_file() and not entry.is_symlink())
     size = sum(entry.stat().st_size for entry in files)
-    say(f"{venv} is ready: {size / 1e6:.0f} MB after {time.monotonic() - started:.0f} s")
+    say(f"{venv} is installed: {size / 1e6:.0f} MB after {time.monotonic() - started:.0f} s")
 
 
 def set_up(kind: str) -> None:
@@ -224,19 +236,43 @@ def write(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def oldest() -> None:
-    """An environment with the oldest openai, kept outside the checkout under its hash. Prints its folder."""
-    lock = LOCKS / "openai-oldest.txt"
-    key = key_of([lock], sys.version, sys.base_prefix)
+def cached(name: str, files: list[Path], build: Callable[[Path], None]) -> None:
+    """An environment kept outside the checkout under the hash of its files; `build` makes it. Prints its folder."""
+    key = key_of(files, sys.version, sys.base_prefix)
     cache = Path(os.environ.get("DFEXP_CACHE") or Path.home() / ".cache" / "dfexp").resolve()
-    venv = cache / f"openai-oldest-{key[:16]}"
-    if read_stamp(venv).get("oldest") != key:
+    venv = cache / f"{name}-{key[:16]}"
+    if read_stamp(venv).get(name) != key:
         cache.mkdir(parents=True, exist_ok=True)
         with alone(cache):
-            if read_stamp(venv).get("oldest") != key:
-                install(venv, [lock, LOCKS / "model.txt"], project=False)
-                write(venv / STAMP, json.dumps({"oldest": key}))
+            if read_stamp(venv).get(name) != key:
+                build(venv)
+                write(venv / STAMP, json.dumps({name: key}))
     print(venv)
+
+
+def oldest() -> None:
+    """An environment with the oldest openai."""
+    locks = [LOCKS / "openai-oldest.txt", LOCKS / "model.txt"]
+    cached("openai-oldest", locks, lambda venv: install(venv, locks))
+
+
+def sglang_cpu(version: str) -> None:
+    """An environment that runs SGLang on a CPU, with the stand-ins for its kernels, and the folder `models` in it."""
+    lock, torch, files = LOCKS / f"sglang-{version}.txt", LOCKS / "sglang-torch.in", ROOT / "tests" / "sglang" / "cpu"
+    if version not in SGLANG_ON_CPU:
+        sys.exit(f"[set-up] no pins for SGLang {version}: requirements/ has those of {', '.join(SGLANG_ON_CPU)}")
+
+    def build(venv: Path) -> None:
+        install(venv, [lock], unhashed=torch)
+        env, python = clean_environment(venv), python_of(venv)
+        with unfinished(venv):
+            (packages,) = (venv / "lib").glob("python*/site-packages")
+            shutil.copytree(files / "stand_ins", packages, dirs_exist_ok=True)
+            run([python, str(files / "make_models.py"), str(venv / "models")], env)
+            run([python, "-c", "import sglang.srt.server_args"], {**env, "SGLANG_USE_CPU_ENGINE": "1"})
+        say(f"SGLang {version} with its models is ready")
+
+    cached(f"sglang-{version}", [lock, torch, *sorted(files.rglob("*.p[yt]*"))], build)
 
 
 def compiler() -> tuple[list[str], dict[str, str]]:
@@ -271,6 +307,9 @@ def lock(*options: str) -> None:
         same.flush()
         inputs = ("pyproject.toml", "requirements/openai-oldest.in", "--extra", "embedded")
         compile_lock("openai-oldest", *inputs, "--constraint", same.name)
+    for version in SGLANG_ON_CPU:
+        name = f"sglang-{version}"
+        compile_lock(name, f"requirements/{name}.in", "--excludes", "requirements/sglang-excluded.in")
 
 
 def sglang() -> None:
@@ -311,6 +350,8 @@ def main(arguments: list[str]) -> None:
             set_up(kind)
         case ["oldest"]:
             oldest()
+        case ["sglang-cpu", version]:
+            sglang_cpu(version)
         case ["lock", *options]:
             lock(*options)
         case ["sglang"]:
