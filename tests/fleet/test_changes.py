@@ -1,8 +1,12 @@
 """Servers that start one after the other, and servers that get other settings one by one."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 
-from dfexp.errors import FleetError
+from dfexp.errors import EngineStartError, FleetError
 from dfexp.fleet import attach, up
 from tests.fleet.conftest import READY_S, marked, spec_of, wait_for
 
@@ -28,8 +32,11 @@ def test_the_next_one_starts_once_the_one_before_serves(launch):
 
 
 def test_or_once_its_time_is_over(launch):
-    first, second = starts(launch(servers=2, stagger_s=0.3))
-    assert second - first >= 25
+    fleet = launch(wait=False, servers=2, stagger_s=0.5)
+    os.kill(fleet.servers[0].pid, signal.SIGSTOP)
+    with pytest.raises(EngineStartError, match="did not become ready"):
+        fleet.wait_ready(3.0)
+    assert "starting server" in Path(fleet.servers[1].log).read_text()
 
 
 def test_a_staggered_launch_whose_launcher_went_away_is_finished_by_the_next(launch, tmp_path):

@@ -92,7 +92,10 @@ def test_only_the_last_start_is_read_from_a_log(tmp_path):
 
 
 def test_who_owns_a_port(tmp_path):
-    serve = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); import time; time.sleep(600)"
+    serve = (
+        "import socket, time; s = socket.create_server(('127.0.0.1', 0));"
+        " print(s.getsockname()[1], flush=True); time.sleep(600)"
+    )
     log = tmp_path / "log"
     server = Server(
         name="h:1", url="http://127.0.0.1:1", log=str(log),
