@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-_SECRET_KEY = re.compile(r"(?i)(keys?|token|secrets?|passw(or)?d|passphrase|credentials?|authorization|_env)$")
+SECRET_KEY = re.compile(r"(?i)(keys?|token|secrets?|passw(or)?d|passphrase|credentials?|authorization|_env)$")
 _SECRET_TEXT = re.compile(
     r"(?i)(?<=://)\S+(?=@)"
     r"|(?<=bearer )\S+|(?:(?<=key=)|(?<=token=)|(?<=secret=)|(?<=password=))[^&\s'\"]+|\b(?:sk|hf|ghp|pk)[-_][\w-]{8,}"
@@ -42,7 +42,7 @@ def shown(value: Any, key: str = "", depth: int = 0) -> str:
     is_count = isinstance(value, int | float) and "token" in key.lower()  # max_token: 64, misspelt
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else str(value).lower()
-    if _SECRET_KEY.search(key) and not is_count:
+    if SECRET_KEY.search(key) and not is_count:
         return "(hidden)"
     if isinstance(value, Mapping | list) and depth > 3:
         return "..."
