@@ -1,12 +1,19 @@
-"""Facts about GPUs from gpus.json: memory, bandwidth, arithmetic peaks, and what was measured to be reached of them."""
+"""GPUs: kinds of them from gpus.json (memory, bandwidth, arithmetic peaks, what was measured to be reached of those),
+and those that this machine has now.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
+
+import psutil
 
 from dfexp.errors import DfexpError
 
@@ -86,3 +93,72 @@ def find_gpu(name: str) -> Gpu:
     near = difflib.get_close_matches(_key(name), by_key, n=1, cutoff=0.75)
     hint = f"Did you mean {by_key[near[0]].name}? " if near else ""
     raise UnknownGpu(f"GPU {name!r} is not in the table. {hint}Known: {', '.join(gpu.name for gpu in gpus())}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuNow:
+    """One GPU of this machine as its driver sees it. `processes`: those that hold memory there, in words; a container
+    hides those of others.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
+    capability: tuple[int, int]
+    is_mig: bool
+    processes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpusNow:
+    """The GPUs of this machine, the newest CUDA that their driver runs (`12.8`), and why there are none."""
+
+    gpus: tuple[GpuNow, ...] = ()
+    driver_cuda: str | None = None
+    reason: str = ""
+
+
+def gpus_now() -> GpusNow:
+    """Ask the NVIDIA driver (NVML); nothing is started on a GPU. Never raises."""
+    import pynvml as nvml  # takes 60 ms, and most commands look at no GPU
+
+    try:
+        nvml.nvmlInit()
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        found = tuple(_gpu_now(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        return GpusNow(reason=f"the NVIDIA driver does not answer: {error}")
+    return GpusNow(
+        gpus=found, driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}", reason="" if found else "the driver has none"
+    )
+
+
+def _gpu_now(nvml: Any, index: int) -> GpuNow:
+    device = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory, is_mig, processes = nvml.nvmlDeviceGetMemoryInfo(device), False, []
+    with contextlib.suppress(nvml.NVMLError):  # a kind of GPU without MIG
+        is_mig = nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    with contextlib.suppress(nvml.NVMLError):  # not allowed to ask
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(device)
+    return GpuNow(
+        index=index, uuid=nvml.nvmlDeviceGetUUID(device), name=nvml.nvmlDeviceGetName(device), is_mig=is_mig,
+        total_bytes=memory.total, free_bytes=memory.free, used_bytes=memory.used,
+        capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(device)),
+        processes=tuple(f"{_program(each.pid)}, {(each.usedGpuMemory or 0) / 2**30:.1f} GiB" for each in processes),
+    )  # fmt: skip
+
+
+def _program(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"{psutil.Process(pid).name()} (pid {pid})"
+    return f"pid {pid}"
+
+
+def held_bytes(names: Collection[str]) -> int | None:
+    """Memory in use on these GPUs, by index or UUID as in CUDA_VISIBLE_DEVICES, together; None without a driver."""
+    now = gpus_now()
+    return sum(gpu.used_bytes for gpu in now.gpus if {str(gpu.index), gpu.uuid} & set(names)) if now.gpus else None

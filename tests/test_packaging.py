@@ -25,7 +25,7 @@ NAMES = ("uv", "model", "base", "dev", "openai-oldest")
 WHOLE = ("base", "dev", "openai-oldest")
 
 # The package that is asked for to have a module, where the names differ. pydantic pins its core exactly.
-PACKAGE_OF = {"IPython": "ipython", "pydantic_core": "pydantic", "yaml": "pyyaml"}
+PACKAGE_OF = {"IPython": "ipython", "pydantic_core": "pydantic", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
 
 
 def pins(name: str) -> dict[str, str]:
@@ -122,7 +122,7 @@ def test_the_environment_is_the_lock() -> None:
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    declared = {canonicalize_name(requirement.name) for requirement in asked("embedded", "hf")}
+    declared = {canonicalize_name(requirement.name) for requirement in asked("embedded", "hf", "sglang")}
     imported = set()
     for path in (ROOT / "dfexp").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
