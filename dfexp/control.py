@@ -19,7 +19,7 @@ from dfexp.jsonl import disk, read_json, write_json
 from dfexp.layout import RunFolder
 from dfexp.processes import ProcessId
 
-STOP, STOP_NOW = "stop", "stop_now"
+STOP, STOP_NOW, RECONFIGURE = "stop", "stop_now", "reconfigure"
 FINAL_STATES = frozenset({"ended", "stopped", "failed"})
 
 

@@ -84,7 +84,7 @@ def status(state: str = "running", **changes: Any) -> dict[str, Any]:
         "servers": [
             {"name": "127.0.0.1:8080", "state": "ready", "in_flight": 4, "limit": 5, "cap": 4, "done": 20, "errors": 0,
              "restarts": 0, "tok_per_s": 600.0},
-            {"name": "127.0.0.1:8081", "state": "given_up", "in_flight": 4, "limit": 5, "cap": 4, "done": 20,
+            {"name": "127.0.0.1:8081", "state": "quarantined", "in_flight": 4, "limit": 5, "cap": 4, "done": 20,
              "errors": 3, "restarts": 1, "tok_per_s": 634.5},
         ],
     }  # fmt: skip

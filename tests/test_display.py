@@ -141,8 +141,8 @@ def test_a_killed_run_is_reported_at_once(folder: RunFolder) -> None:
 
 def test_a_failed_run_gives_its_reason_and_its_log(folder: RunFolder) -> None:
     folder.control.mkdir(parents=True)
-    control.write_status(folder, status("failed", reason="every server was given up"))
-    with pytest.raises(RunError, match=r"every server was given up.*generate.log"):
+    control.write_status(folder, status("failed", reason="every server is quarantined"))
+    with pytest.raises(RunError, match=r"every server is quarantined.*generate.log"):
         watch(folder)
 
 
@@ -167,7 +167,7 @@ def test_html_escapes_everything() -> None:
 def test_html_says_which_rate_over_which_window() -> None:
     page = display.html(status())
     assert "completion tokens/s<br>client, last 20 s" in page
-    assert "given up" in page
+    assert "quarantined" in page
     assert "Failed:</b> refused 2" in page
 
 

@@ -57,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     kinds = {"nargs": "*", "metavar": "KIND", "help": "send failed rows again: all, or these kinds"}
     now = ("--now", {"action": "store_true", "help": "cut off requests in flight"})
     drain = ("--drain-s", {"type": float, "default": 10.0, "help": "seconds that requests in flight get"})
+    canary = (
+        ("--canary-s", {"type": float, "default": 120.0, "help": "seconds of each measured window"}),
+        ("--least-speed", {"type": float, "default": 0.95, "help": "least rate of the first server, of the expected"}),
+        ("--no-canary", {"action": "store_true", "help": "check the answers only, not the speed"}),
+        ("--drain-s", {"type": float, "help": "then send requests in flight again; default: all the time they need"}),
+    )
     for group, name, call, arguments in (
         (commands, "run", runs.run, (params_file, setting)),
         (commands, "resume", runs.resume, (one_run, setting, ("--retry-failed", kinds))),
@@ -68,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         (commands, "report", runs.report, (one_run,)),
         (of_fleets, "up", fleets.up, (params_file, setting)),
         (of_fleets, "status", fleets.status, ((one_fleet[0], {**one_fleet[1], "nargs": "?"}), outputs)),
+        (of_fleets, "reconfigure", fleets.reconfigure, (params_file, setting, *canary)),
         (of_fleets, "down", fleets.down, (one_fleet, outputs, drain, ("--force", {"action": "store_true"}))),
     ):
         summary = str(call.__doc__).splitlines()[0]

@@ -1,11 +1,11 @@
-"""Commands on fleets: up, status, down."""
+"""Commands on fleets: up, status, reconfigure, down."""
 
 from __future__ import annotations
 
 import argparse
 
-from dfexp import fleet, params
-from dfexp.cli.common import EXIT_FAILED, EXIT_OK
+from dfexp import fleet, generate, params
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
 from dfexp.layout import FleetFolder, project_root
 from dfexp.records import ServerLimits
 
@@ -28,6 +28,14 @@ def status(args: argparse.Namespace) -> int:
     if not folders:
         print(f"no fleets under {root / args.outputs / 'fleets'}")
     return EXIT_OK
+
+
+def reconfigure(args: argparse.Namespace) -> int:
+    """`dfexp fleet reconfigure PARAMS`: give servers the settings in the file one by one, also under a run."""
+    canary_s = 0.0 if args.no_canary else args.canary_s
+    terms = {"canary_s": canary_s, "least_speed": args.least_speed, "drain_s": args.drain_s}
+    ended = generate.reconfigure(params.load(args.params, args.set), project_root(), say, **terms)
+    return EXIT_OK if ended == "done" else EXIT_FAILED
 
 
 def down(args: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def check(
     """
     fields = {name: value for name, value in (sampling or {}).items() if name != "stop"}
 
-    def ask(question: str) -> str | None | RequestError:
+    def ask(question: str) -> str | RequestError | None:
         body = {**fields, "model": model, "messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
         try:
             return _judged(get_json(f"{url}/v1/chat/completions", key=key, timeout_s=timeout_s, body=body))

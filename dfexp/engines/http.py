@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -76,9 +77,10 @@ def _send(url: str, key: str, timeout_s: float, body: bytes | None = None) -> by
     loopback = parts.hostname in ("localhost", "::1") or (parts.hostname or "").startswith("127.")
     opener = urllib.request.build_opener(_NoRedirect, *([urllib.request.ProxyHandler({})] if loopback else []))
     request = urllib.request.Request(url, data=body, headers=headers)  # noqa: S310 (the scheme was checked)
+    end = time.monotonic() + timeout_s
     try:
         with opener.open(request, timeout=timeout_s) as reply:
-            return bytes(reply.read())
+            return _read(reply, end)
     except urllib.error.HTTPError as error:
         with error:
             words = " ".join(error.read(2000).decode("utf-8", "replace").split())[:300]
@@ -89,3 +91,15 @@ def _send(url: str, key: str, timeout_s: float, body: bytes | None = None) -> by
     except (OSError, http.client.HTTPException) as error:
         kind = TimedOut if isinstance(error, TimeoutError) else ConnectionLost
         raise kind(f"{url}: no whole answer ({type(error).__name__}: {error}).") from None
+
+
+def _read(reply: Any, end: float) -> bytes:
+    """The whole body, if it is there by the time `end`: each byte of a page that trickles comes in time."""
+    parts = []
+    while part := reply.read1(65536):
+        parts.append(part)
+        if time.monotonic() > end:
+            raise TimeoutError("the page trickles")
+    if reply.length:
+        raise http.client.IncompleteRead(b"", reply.length)
+    return b"".join(parts)

@@ -8,15 +8,17 @@ import math
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from dfexp.client import ServerClient
-from dfexp.engines import Readiness, get_text, probe
+from dfexp.engines import Readiness, get_text
 from dfexp.errors import DfexpError, RequestError, TimedOut, Unreachable
 from dfexp.fleet import Fleet, Server, scrub
 from dfexp.generate.events import EventLog
-from dfexp.params import RunSpec
+from dfexp.params import AnyFleet, RunSpec
 from dfexp.records import ServerLimits
+from dfexp.rollout import Reading
 
 UNKNOWN_CAP = 16
 """Requests in flight to a server that does not say how many it decodes at once."""
@@ -35,8 +37,11 @@ class Lane:
     """Feeds one server up to `limit` requests and knows whether it can be fed.
 
     States: ready, suspect (a request could not reach it or was denied; being checked), down (being restarted, or waited
-    for where somebody else runs it), given_up.
+    for where somebody else runs it), quarantined (it kept dying, and is started again now and then), changing (being
+    started with other settings). Whatever its state, a lane that is held gets no rows: a change of settings drains it.
     """
+
+    quarantine_s = 600.0  # from one try to start a quarantined server to the next
 
     def __init__(
         self,
@@ -46,22 +51,27 @@ class Lane:
         model: str,
         spec: RunSpec,
         events: EventLog,
+        config_id: str,
     ) -> None:
-        """Args: limits, None when the server does not answer."""
-        self._fleet, self._events, self._model = fleet, events, model
+        """Args: limits, None when the server does not answer; config_id, what its rows point to."""
+        self._fleet, self._events, self.model = fleet, events, model
         self._concurrency = None if spec.generation.concurrency == "auto" else spec.generation.concurrency
-        self._start_timeout_s = spec.fleet.start_timeout_s
+        self._start_timeout_s, self._stall_s = spec.fleet.start_timeout_s, spec.generation.stall_s
         self.name, self.url = server.name, server.url
         self.owned = server.argv is not None
         self.limits = limits or ServerLimits()
         self.state = "ready" if limits is not None else "down"
         self.client = ServerClient(url=server.url, key=fleet.key or None, model=model, connections=4096)
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.done = self.errors = self.restarts = 0
+        self.config_id, self.is_held = config_id, False
+        self.tasks: dict[asyncio.Task[None], float] = {}  # requests in flight, and when each was sent
+        self.watching: asyncio.Task[None] | None = None
+        self.done = self.errors = self.restarts = self._answered = 0
         self.down_since: float | None = None if limits is not None else time.monotonic()
         self._paused_until = 0.0
         self._recent: deque[tuple[float, int]] = deque()
-        self._last_sign = time.monotonic()
+        self._last_sign = self._moved_at = time.monotonic()
+        self._counted: float | None = None  # the engine's counter as last read
+        self._counted_before = 0.0  # what it said before the restarts that set it to zero
         self._deaths_in_a_row = 0
         self._errors_in_a_row = 0
         self._is_doubted = False
@@ -81,15 +91,21 @@ class Lane:
             return self._concurrency
         return UNKNOWN_CAP if self.cap is None else self.cap + max(1, math.ceil(self.cap / 16))
 
+    @property
+    def serves(self) -> bool:
+        """Whether the server gets requests at all."""
+        return self.state == "ready" and not self.is_held
+
     def has_room(self, now: float) -> bool:
         """Whether the server should get another request."""
-        return self.state == "ready" and now >= self._paused_until and len(self.tasks) < self.limit
+        return self.serves and now >= self._paused_until and len(self.tasks) < self.limit
 
     def completed(self, now: float, tokens: int | None) -> None:
         """Count an answer: a sign of life."""
         self.done += 1
         self._deaths_in_a_row = self._errors_in_a_row = self._misses = 0
-        self._last_sign = now
+        self._last_sign = self._moved_at = now
+        self._answered += tokens or 0
         self._recent.append((now, tokens or 0))
 
     def failed(self) -> None:
@@ -125,7 +141,7 @@ class Lane:
             self._recent.popleft()
         return {
             "name": self.name,
-            "state": self.state,
+            "state": "draining" if self.is_held and self.state == "ready" else self.state,
             "in_flight": len(self.tasks),
             "limit": self.limit,
             "cap": self.cap,
@@ -135,11 +151,66 @@ class Lane:
             "tok_per_s": sum(tokens for _, tokens in self._recent) / max(window_s, 1e-9),
         }
 
+    def start_watch(self) -> None:
+        """Look after the server from now on."""
+        self.watching = asyncio.create_task(self.watch())
+
+    async def drain(self, limit_s: float) -> int:
+        """Feed nothing more and let what is in flight finish. How many requests took longer and were cut off."""
+        self.is_held = True
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=limit_s)
+        return self.cut_off()
+
+    def cut_off(self) -> int:
+        """Cancel what is in flight; its rows go back into the queue, and it is no attempt of theirs."""
+        for task in self.tasks:
+            task.cancel()
+        return len(self.tasks)
+
+    async def reconfigure(self, group: AnyFleet) -> str | None:
+        """Start the drained server with other settings; None once it serves, else why it does not.
+
+        The watch rests, since a server that loads looks like one that hangs. `release` ends that.
+        """
+        if self.watching is not None:
+            self.watching.cancel()
+            await asyncio.wait({self.watching})
+        self.state = "changing"
+        why = await self._start(lambda: self._fleet.reconfigure(self.name, group))
+        if why is None:
+            await self._refresh_limits()
+        return why
+
+    def release(self, *, is_well: bool) -> None:
+        """Feed a held lane again: at once when it `is_well`, else when its watch has brought the server back."""
+        self.is_held = False
+        if self.state == "changing":
+            self.state, self._is_doubted, self.down_since = "ready" if is_well else "suspect", not is_well, None
+            self._last_sign = self._moved_at = time.monotonic()
+            self._deaths_in_a_row = self._misses = 0
+        if self.watching is not None and self.watching.done():
+            self.start_watch()
+
+    async def reading(self) -> Reading:
+        """What the server has made so far."""
+        with contextlib.suppress(RequestError):  # one that is away makes nothing
+            await self._count()
+        return Reading(
+            at=time.monotonic(),
+            counted=None if self._counted is None else self._counted_before + self._counted,
+            answered=self._answered,
+            answers=self.done,
+            in_flight=len(self.tasks),
+            restarts=self.restarts,
+            serves=self.serves,
+        )
+
     async def watch(self) -> None:
-        """Look after the server until cancelled, or until it is given up."""
+        """Look after the server until cancelled."""
         if self.state == "down":
             await self._bring_back("did not answer when the run began")
-        while self.state != "given_up":
+        while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _WATCH_S)
             self._wake.clear()
@@ -147,6 +218,32 @@ class Lane:
                 await self._bring_back("its process died")
             elif self.state == "suspect" or time.monotonic() - self._last_sign > _HEALTH_EVERY_S:
                 await self._check()
+            elif (silent_s := await self._stuck_for()) > self._stall_s:
+                self._events.record(
+                    "server_stalled", server=self.name, silent_s=round(silent_s, 1), counted=self._counted,
+                    in_flight=len(self.tasks), stall_s=self._stall_s,
+                )  # fmt: skip
+                self.cut_off()
+                await self._bring_back(f"no new token for {silent_s:.0f} s, though it seems healthy")
+
+    async def _count(self) -> float | None:
+        """Read the engine's counter of tokens."""
+        self._counted = await asyncio.to_thread(self._fleet.progress, self.name, _HEALTH_TIMEOUT_S)
+        return self._counted
+
+    async def _stuck_for(self) -> float:
+        """Seconds for which a busy server has made no token; 0 where that cannot be known."""
+        now, counted = time.monotonic(), self._counted
+        if not self.tasks:
+            self._moved_at = now
+        if now - self._moved_at < min(_HEALTH_EVERY_S, self._stall_s / 4):
+            return 0.0
+        try:
+            if await self._count() not in (None, counted):
+                self._moved_at = now
+        except RequestError:
+            return 0.0
+        return 0.0 if self._counted is None else now - self._moved_at
 
     async def _check(self) -> None:
         """One look at the health page: any answer is a sign of life; silence three times in a row is a hang."""
@@ -189,42 +286,50 @@ class Lane:
         pause_s = 0.5
         while not (await self._restart() if self.owned else await self._answers()):
             if self.owned and self._deaths_in_a_row >= _RESTART_BUDGET:
-                self.state = "given_up"
-                self._events.record("server_given_up", server=self.name, restarts=self.restarts)
-                return
+                if self.state != "quarantined":
+                    self._events.record("server_quarantined", server=self.name, restarts=self.restarts)
+                self.state, pause_s = "quarantined", self.quarantine_s
             await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 (spreads retries, guards nothing)
             pause_s = min(pause_s * 2, 60.0)
         await self._refresh_limits()
         down_s = time.monotonic() - self.down_since
-        self.state, self.down_since, self._last_sign = "ready", None, time.monotonic()
+        self.state, self.down_since = "ready", None
+        self._last_sign = self._moved_at = time.monotonic()
         self._events.record("server_back", server=self.name, down_s=round(down_s, 3), restarts=self.restarts)
 
     async def _restart(self) -> bool:
-        """Start the server again and wait for its first token. False: it did not come up; the log says why."""
+        """Start the server again. False: it did not come up, and the event says why."""
         self._deaths_in_a_row += 1
-        if self._deaths_in_a_row > 1:  # it died again before it completed a row
+        if 1 < self._deaths_in_a_row <= _RESTART_BUDGET:  # it died again before it completed a row
             await asyncio.sleep(min(60.0, 0.5 * 2**self._deaths_in_a_row))
+        self.restarts += 1
+        why = await self._start(lambda: self._fleet.restart(self.name))
+        if why is not None:
+            self._events.record("server_restart_failed", server=self.name, detail=why)
+        return why is None
+
+    async def _start(self, start: Callable[[], object]) -> str | None:
+        """Start the server and wait for its first token. None, or why there is none: its log says that."""
+        if self._counted is not None:
+            self._counted_before, self._counted = self._counted_before + self._counted, 0.0
         try:
-            await asyncio.to_thread(self._fleet.restart, self.name)
-            self.restarts += 1
+            await asyncio.to_thread(start)
             end = time.monotonic() + self._start_timeout_s
             while time.monotonic() < end:
                 if await self._answers():
-                    return True
+                    return None
                 if not await asyncio.to_thread(self._fleet.is_process_alive, self.name):
                     break
                 await asyncio.sleep(0.25)
-            detail = await asyncio.to_thread(self._fleet.start_failure, self.name)
+            return await asyncio.to_thread(self._fleet.start_failure, self.name)
         except DfexpError as error:
-            detail = str(error)
-        self._events.record("server_restart_failed", server=self.name, detail=detail)
-        return False
+            return str(error)
 
     async def _answers(self) -> bool:
         return (await self._probe()).ready
 
     async def _probe(self) -> Readiness:
-        return await asyncio.to_thread(probe, self.url, self._fleet.key, self._model, _HEALTH_TIMEOUT_S)
+        return await asyncio.to_thread(self._fleet.probe, self.name, self.model, _HEALTH_TIMEOUT_S)
 
     async def _refresh_limits(self) -> None:
         """Read the cap again: a restarted server may have another one."""

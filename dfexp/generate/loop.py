@@ -14,21 +14,27 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from dfexp import control
-from dfexp.errors import AccessDenied, RateLimited, RequestError, StorageError, Unreachable
+from dfexp.errors import AccessDenied, DfexpError, RateLimited, RequestError, RunError, StorageError, Unreachable
 from dfexp.fleet import Fleet, scrub
+from dfexp.fleet.record import read_group
+from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
 from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
 from dfexp.generate.progress import Progress
 from dfexp.generate.recorder import Recorder
-from dfexp.generate.verdicts import FailureStreak, is_final, retry_wait_s
+from dfexp.generate.rolling import Rolling
+from dfexp.generate.verdicts import FailureStreak, answer_s, is_final, retry_wait_s
 from dfexp.generate.work import Job, WorkQueue
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
 from dfexp.processes import ProcessId
 from dfexp.prompts import FrozenPrompts
 from dfexp.records import Answer, Completion, Failure, Prompt, ServerLimits
+from dfexp.rollout import Terms
 from dfexp.shards import Shards
 
 TICK_S = 0.1
@@ -41,14 +47,15 @@ MOST_FAILURES_IN_A_ROW = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a run works with; whoever made it closes it. `limits` is by server, None for one that does not answer."""
+    """What a run works with; whoever made it closes it. `limits` (None: silent) and `config_ids` are by server."""
 
     folder: RunFolder
     spec: RunSpec
     fleet: Fleet
     model: str
     limits: Mapping[str, ServerLimits | None]
-    config_id: str
+    config_ids: Mapping[str, str]
+    configs: Configs
     prompts: FrozenPrompts
     shards: Shards
     events: EventLog
@@ -76,6 +83,12 @@ class Loop:
         self._drain_until: float | None = None
         self._next_status = 0.0
         self._all_down_since: float | None = None
+        self._refused_since: float | None = None
+        self._rolling = Rolling(
+            fleet=setup.fleet, lanes=self._lanes, events=setup.events, generation=self._generation,
+            configs=setup.configs, rows_lost=self._rows_lost,
+        )  # fmt: skip
+        self._refusals: dict[str, str] = {}  # of changes that were asked for, by their names
 
     def ask_to_stop(self, reason: str, *, now: bool = False) -> None:
         """Feed no more and let requests in flight finish; with `now`, cut them off. Safe to call again."""
@@ -83,6 +96,8 @@ class Loop:
             self._state, self._reason = "draining", reason
             self._s.events.record("stop_asked", detail=reason, in_flight=self._in_flight)
             self._drain_until = time.monotonic() + self._generation.drain_s
+            if self._rolling.task is not None:
+                self._rolling.task.cancel()
         if now:
             self._drain_until = time.monotonic()
         self._wake.set()
@@ -97,9 +112,8 @@ class Loop:
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
         async with AsyncExitStack() as stack:
             for server in self._s.fleet.servers:
-                lane = Lane(
-                    self._s.fleet, server, self._s.limits[server.name], self._s.model, self._s.spec, self._s.events
-                )
+                limits, config_id = self._s.limits[server.name], self._s.config_ids[server.name]
+                lane = Lane(self._s.fleet, server, limits, self._s.model, self._s.spec, self._s.events, config_id)
                 stack.push_async_callback(lane.client.aclose)
                 self._lanes.append(lane)
             try:
@@ -112,11 +126,12 @@ class Loop:
 
     async def _work(self) -> tuple[str, str | None]:
         recorder = asyncio.create_task(self._recorder.run())
-        watches = [asyncio.create_task(lane.watch()) for lane in self._lanes]
+        for lane in self._lanes:
+            lane.start_watch()
         try:
             while not self._is_over():
-                for task in (recorder, *watches):
-                    if task.done() and (defect := task.exception()) is not None:
+                for task in (recorder, *self._watches()):
+                    if task.done() and not task.cancelled() and (defect := task.exception()) is not None:
                         raise defect
                 self._obey()
                 self._look_after_the_fleet()
@@ -127,9 +142,10 @@ class Loop:
                 self._wake.clear()
             return await self._finish(recorder)
         finally:
-            for task in (recorder, *watches, *self._all_tasks()):
+            rolling = [self._rolling.task] if self._rolling.task else []
+            for task in (*rolling, recorder, *self._watches(), *self._all_tasks()):
                 task.cancel()
-            await asyncio.gather(recorder, *watches, *self._all_tasks(), return_exceptions=True)
+            await asyncio.gather(*rolling, recorder, *self._watches(), *self._all_tasks(), return_exceptions=True)
 
     @property
     def _in_flight(self) -> int:
@@ -137,6 +153,9 @@ class Loop:
 
     def _all_tasks(self) -> list[asyncio.Task[None]]:
         return [task for lane in self._lanes for task in lane.tasks]
+
+    def _watches(self) -> list[asyncio.Task[None]]:
+        return [lane.watching for lane in self._lanes if lane.watching is not None]
 
     def _is_over(self) -> bool:
         if self._in_flight == 0:
@@ -150,7 +169,7 @@ class Loop:
             return
         now = time.monotonic()
         ready = [lane for lane in self._lanes if lane.has_room(now)]
-        serving = sum(lane.state == "ready" for lane in self._lanes)
+        serving = sum(lane.serves for lane in self._lanes)
         while ready:
             for lane in list(ready):
                 job = self._queue.take(lane.name, now, alone=serving == 1)
@@ -161,14 +180,16 @@ class Loop:
 
     def _submit(self, lane: Lane, job: Job) -> None:
         task = asyncio.create_task(self._serve(lane, job))
-        lane.tasks.add(task)
-        task.add_done_callback(lambda finished: self._settled(lane, finished))
+        lane.tasks[task] = time.monotonic()
+        task.add_done_callback(lambda finished: self._settled(lane, job, finished))
 
-    def _settled(self, lane: Lane, task: asyncio.Task[None]) -> None:
+    def _settled(self, lane: Lane, job: Job, task: asyncio.Task[None]) -> None:
         """A request is over: its place is free. An exception here is a defect: the run stops and says so."""
-        lane.tasks.discard(task)
+        del lane.tasks[task]
         self._wake.set()
-        if not task.cancelled() and task.exception() is not None:
+        if task.cancelled():  # cut off by us: as if it had never been sent
+            self._queue.put_back(job, not_before=0.0)
+        elif task.exception() is not None:
             self._fail(f"{type(task.exception()).__name__}: {task.exception()}")
 
     async def _serve(self, lane: Lane, job: Job) -> None:
@@ -184,7 +205,7 @@ class Loop:
                 prompt.messages,
                 max_tokens=cap,
                 context_length=context,
-                timeout_s=self._timeout_s(cap or context),
+                timeout_s=answer_s(generation, cap or context),
                 sampling=sampling,
             )
         except RequestError as error:
@@ -192,12 +213,9 @@ class Loop:
         else:
             self._take_answer(lane, job, prompt, answer)
 
-    def _timeout_s(self, most_tokens: int | None) -> float:
-        """A request may wait for a slot as long as one answer takes, and then be as slow as the slowest healthy one."""
-        return 60.0 + 2 * (most_tokens or 32768) / self._generation.slowest_tok_per_s
-
     def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer) -> None:
         now = time.monotonic()
+        self._refused_since = None
         lane.completed(now, answer.completion_tokens)
         self._progress.completed(now, answer.completion_tokens, answer.flags)
         for failure in self._streak.success():
@@ -213,7 +231,7 @@ class Loop:
                 completion_tokens=answer.completion_tokens,
                 max_tokens=answer.max_tokens,
                 server=lane.name,
-                config_id=self._s.config_id,
+                config_id=lane.config_id,
                 attempt=job.attempt,
                 submitted_at=answer.submitted_at,
                 latency_s=answer.latency_s,
@@ -223,6 +241,7 @@ class Loop:
 
     def _take_error(self, lane: Lane, job: Job, prompt: Prompt, error: RequestError) -> None:
         now, words = time.monotonic(), scrub(str(error), self._key)
+        self._refused_since = (self._refused_since or now) if isinstance(error, RateLimited) else None
         if isinstance(error, RateLimited):
             lane.pause(now, retry_wait_s(error, job.attempt, self._draw) or 1.0)
         elif isinstance(error, (Unreachable, AccessDenied)):
@@ -245,7 +264,7 @@ class Loop:
             message=words,
             attempts=job.attempt,
             server=lane.name,
-            config_id=self._s.config_id,
+            config_id=lane.config_id,
             at=time.time(),
         )
         if self._streak.failure(failure):
@@ -266,17 +285,36 @@ class Loop:
         for command in control.take_commands(self._s.folder, self._s.me):
             if command.verb in (control.STOP, control.STOP_NOW):
                 self.ask_to_stop(command.args.get("reason", "asked to stop"), now=command.verb == control.STOP_NOW)
+            elif command.verb == control.RECONFIGURE:
+                self._reconfigure(command.args)
         owner, policy = self._s.owner, self._generation.on_orphan
         if self._state == "running" and policy == "stop" and owner is not None and not owner.is_alive():
             self.ask_to_stop(f"the process that started this run ({owner.pid}) is gone")
+
+    def _reconfigure(self, args: Mapping[str, Any]) -> None:
+        """Begin a change of the servers' settings, or say why not where its sender looks for that."""
+        try:
+            if self._state != "running":
+                raise RunError("the run is stopping. Ask again when it has ended.")
+            self._rolling.start(Terms(**{**args, "group": read_group(args["group"])}))
+        except (DfexpError, ValidationError, KeyError, TypeError) as error:
+            self._refusals[str(args.get("ident"))] = str(error)
+            self._s.events.record("rollout_refused", detail=str(error))
+
+    def _rows_lost(self) -> int:
+        """Rows that are nowhere: not done, not failed, in no queue, at no server, not on the way to the disk."""
+        shards = self._s.shards
+        known = shards.done + shards.failed + len(self._streak.held) + self._recorder.backlog
+        return max(0, len(self._s.prompts) - known - len(self._queue) - self._in_flight)
 
     def _look_after_the_fleet(self) -> None:
         """Give up when no server is left that could come back, or when none has answered for too long."""
         lanes = self._lanes
         if self._state != "running":
             return
-        if all(lane.state == "given_up" for lane in lanes):
-            self._fail("every server was given up after it kept dying; its log and events.jsonl say why")
+        if all(lane.state == "quarantined" for lane in lanes):
+            self._fail("every server is quarantined after it kept dying; its log and events.jsonl say why")
+        self._look_for_refusals(time.monotonic())
         if any(lane.state == "ready" for lane in lanes):
             self._all_down_since = None
             return
@@ -284,6 +322,14 @@ class Loop:
         silent_s = time.monotonic() - self._all_down_since
         if silent_s > self._generation.give_up_s:
             self._fail(f"no server has answered for {silent_s:.0f} s (generation.give_up_s)")
+
+    def _look_for_refusals(self, now: float) -> None:
+        """Give up when all that servers did for too long was to turn requests away, as a gateway without quota does."""
+        give_up_s = self._generation.give_up_s
+        if self._refused_since is None or now - self._refused_since < give_up_s:
+            return
+        if not any(now - sent > give_up_s / 2 for lane in self._lanes for sent in lane.tasks.values()):
+            self._fail(f"servers turned requests away for {give_up_s:.0f} s without completing one (give_up_s)")
 
     def _show(self) -> None:
         """Write the status file about once a second."""
@@ -320,13 +366,15 @@ class Loop:
                 Counter(shards.failures_by_kind()) + Counter(held.kind for held in self._streak.held)
             ),
             "flags": dict(self._progress.flags),
+            "rollout": self._rolling.status,
+            "refusals": self._refusals,
             "disk_refuses": self._recorder.refusal,
             "servers": [lane.status(now, rates["window_s"]) for lane in self._lanes],
         }
 
     async def _finish(self, recorder: asyncio.Task[None]) -> tuple[str, str | None]:
         """Cut off what is still in flight, make every answer safe, seal the open shard."""
-        for task in self._all_tasks():
+        for task in (*self._all_tasks(), *([self._rolling.task] if self._rolling.task else [])):
             task.cancel()
         await asyncio.gather(*self._all_tasks(), return_exceptions=True)
         if self._state != "failing":

@@ -5,26 +5,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from dfexp import fleet
 from dfexp.errors import DfexpError, RequestError, RunError
 from dfexp.fleet import Fleet
+from dfexp.fleet.record import differences
 from dfexp.generate import identity
+from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
 from dfexp.generate.loop import Loop, Setup
 from dfexp.generate.start import ALL_KINDS, fleet_folder, read_spec
 from dfexp.generate.work import WorkQueue
 from dfexp.jsonl import read_json, write_json
 from dfexp.layout import RunFolder
-from dfexp.params import RunSpec
 from dfexp.processes import ProcessId
 from dfexp.prompts import FrozenPrompts
-from dfexp.records import ServerLimits
 from dfexp.shards import Shards
 
 EXIT_CODES = {"ended": 0, "failed": 1, "stopped": 3}
@@ -67,24 +65,37 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
         events = stack.enter_context(EventLog(folder.events))
         limits = {each.name: each.limits if each.state == "ready" else None for each in the_fleet.status()}
         model = the_fleet.model_name()
+        _record(folder, the_fleet, prints)
+        configs = Configs(
+            folder=folder, fleet=the_fleet, common={"model": model, "sampling": identity.sampling(spec.generation)}
+        )
+        version = next((each.engine_version for each in limits.values() if each is not None), None)
+        versions = {name: each.engine_version if each else version for name, each in limits.items()}
         setup = Setup(
             folder=folder,
             spec=spec,
             fleet=the_fleet,
             model=model,
             limits=limits,
-            config_id=_record_config(folder, spec, the_fleet, model, limits, prints),
+            config_ids={name: configs.id_of(name, found) for name, found in versions.items()},
+            configs=configs,
             prompts=prompts,
             shards=shards,
             events=events,
             me=ProcessId.current(),
             owner=owner,
         )
+        if differing := {
+            one.name: list(differences(the_fleet.group, the_fleet.settings(one.name)))
+            for one in the_fleet.servers
+            if one.settings is not None
+        }:
+            events.record("servers_differ", detail="a change of settings was cut short", servers=differing)
         pending = shards.pending(shards.failures_by_kind() if ALL_KINDS in retry_failed else retry_failed)
         events.record(
             "run_started",
             pid=setup.me.pid,
-            config_id=setup.config_id,
+            config_ids=sorted(set(setup.config_ids.values())),
             done=shards.done,
             pending=len(pending),
             repairs=shards.repairs,
@@ -104,29 +115,10 @@ def _model_fingerprint(the_fleet: Fleet) -> str:
     raise RunError(f"no server of fleet {the_fleet.name!r} answers. See dfexp fleet status {the_fleet.name}.")
 
 
-def _record_config(
-    folder: RunFolder,
-    spec: RunSpec,
-    the_fleet: Fleet,
-    model: str,
-    limits: Mapping[str, ServerLimits | None],
-    prints: Mapping[str, str],
-) -> str:
-    """Add the configuration that rows are made with from now on to run.json. Returns its id."""
-    config: dict[str, Any] = {
-        "engine": the_fleet.engine.name,
-        "engine_version": next((each.engine_version for each in limits.values() if each is not None), None),
-        "fleet": the_fleet.group.model_dump(mode="json"),
-        "model": model,
-        "sampling": identity.sampling(spec.generation),
-    }
-    config_id = identity.config_id(config)
+def _record(folder: RunFolder, the_fleet: Fleet, prints: Mapping[str, str]) -> None:
+    """Write to run.json with what this start goes on."""
     recorded = read_json(folder.run_json)
-    argv = {server.name: server.argv for server in the_fleet.servers if server.argv is not None}
-    first_used = recorded["configs"].get(config_id, {}).get("first_used_at", time.time())
-    recorded["configs"][config_id] = {**config, "argv": argv, "first_used_at": first_used}
     recorded["fingerprint"] = prints
     recorded["fleet"] = {"name": the_fleet.name, "identity": the_fleet.identity, "engine": the_fleet.engine.name}
     recorded["versions"] = identity.versions()
     write_json(folder.run_json, recorded)
-    return config_id

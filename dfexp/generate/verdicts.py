@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from dfexp.errors import PromptTooLong, RequestError
+from dfexp.params import GenerationGroup
 from dfexp.records import Failure
 
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
@@ -25,6 +26,14 @@ def retry_wait_s(error: RequestError, attempt: int, draw: random.Random) -> floa
     if not error.counts_as_attempt:
         return 0.0
     return min(_MOST_WAIT_S, _FIRST_WAIT_S * float(2 ** (attempt - 1))) * draw.uniform(0.5, 1.5)
+
+
+def answer_s(generation: GenerationGroup, most_tokens: int | None) -> float:
+    """The most that an answer of so many tokens may take, in seconds.
+
+    A request may wait for a slot as long as one answer takes, and then be as slow as the slowest healthy one.
+    """
+    return 60.0 + 2 * (most_tokens or 32768) / generation.slowest_tok_per_s
 
 
 @dataclass(slots=True)
