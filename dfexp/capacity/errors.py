@@ -27,6 +27,10 @@ class DoesNotFit(CapacityError):
         self.slots = slots
 
 
+class TooLittleRoom(CapacityError):
+    """Servers have much less room than the plan predicts; the message names them, with both numbers and the fix."""
+
+
 def first_mistake(error: ValidationError) -> str:
     """The first wrong field of what was read, with its value."""
     item = error.errors(include_url=False)[0]

@@ -13,7 +13,7 @@ from typing import Any
 from dfexp import prompts
 from dfexp.capacity import check, workload
 from dfexp.capacity.cost import Server
-from dfexp.capacity.errors import CapacityError
+from dfexp.capacity.errors import CapacityError, TooLittleRoom
 from dfexp.capacity.flags import modelled, parse_flags, rules
 from dfexp.capacity.memory import Free
 from dfexp.capacity.models import Model, load_model
@@ -73,27 +73,33 @@ def plan_of(spec: RunSpec, root: Path) -> PlanGroup:
     return plan
 
 
-def room_missing(spec: RunSpec, root: Path, limits: Mapping[str, ServerLimits | None]) -> list[str]:
-    """A sentence for each server whose room is below fleet.least_share_of_plan of what the plan predicts.
+def require_room(spec: RunSpec, root: Path, limits: Mapping[str, ServerLimits | None]) -> None:
+    """Raise TooLittleRoom where a server has less than fleet.least_share_of_plan of what the plan predicts.
 
     Args: limits, what each server says of itself; None for one that does not answer.
     """
     group = spec.fleet
     if spec.plan is None or not isinstance(group, SglangFleet) or not group.least_share_of_plan:
-        return []
+        return
     said = next((each.engine_version for each in limits.values() if each and each.engine_version), None)
     version = said.partition(" ")[2] if said else spec.plan.sglang_version
     plan = plan_of(spec, root).model_copy(update={"sglang_version": version, "prompts": 1, "shared_prefix_share": 0.0})
     expected = make_plan(prepare(plan, []).setting).current.memory
-    numbers = ("max_running_requests", "max_total_num_tokens")
-    return [
-        f"{name}: {number} is {actual:,}, {actual / predicted:.0%} of the {predicted:,} that the plan predicts"
+    short = [
+        f"  {name}: {number} is {actual:,}, {actual / predicted:.0%} of the {predicted:,} predicted"
         for name, each in limits.items()
         if each is not None
-        for number in numbers
+        for number in ("max_running_requests", "max_total_num_tokens")
         if (actual := getattr(each, number)) and (predicted := getattr(expected, number))
         if actual < group.least_share_of_plan * predicted
     ]
+    if short:
+        lines = "\n".join(short)
+        raise TooLittleRoom(
+            f"servers have much less room than the plan predicts; no prompt was sent.\n{lines}\nTheir flags, version or"
+            " free memory are not those of the plan: compare fleet.flags and plan with the servers' logs. To go on all"
+            " the same: --set fleet.least_share_of_plan=0."
+        )
 
 
 def _opening(prompt: Prompt) -> str:

@@ -46,9 +46,7 @@ def test_only_the_reported_fraction_and_dtype_explain_the_cap() -> None:
 def test_the_two_formulas_by_hand(version: str) -> None:
     shape, slot, token = replace(MODEL.shape, multimodal=False), 153_944_064, 65_536
     free = Free(pre_gib=100.0, post_gib=60.0 + UNLOGGED_GIB)
-    got = plan_memory(
-        shape, Flags(mem_fraction_static=0.9, mamba_strategy="extra_buffer"), rules(version), free
-    )
+    got = plan_memory(shape, Flags(mem_fraction_static=0.9, mamba_strategy="extra_buffer"), rules(version), free)
     rest = got.rest_bytes
     assert rest == pytest.approx(50 * GIB)
     padding = version in ("0.5.17", "0.5.23")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,16 @@ import pytest
 import yaml
 
 from dfexp import cli, params
-from dfexp.capacity.errors import CapacityError
-from dfexp.capacity.plan_command import check_text, plan_text, prepared_for
+from dfexp.capacity.errors import CapacityError, TooLittleRoom
+from dfexp.capacity.plan_command import check_text, plan_text, prepared_for, require_room
+from dfexp.capacity.planner import make_plan
 from dfexp.errors import ParamsError
+from dfexp.records import ServerLimits
 from tests.capacity.support import DATA
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXPANSION = ROOT / "params" / "expansion_v1.yaml"
+PLANNED = ROOT / "params" / "expansion_v1_planned.yaml"
 
 
 def spec_with(root: Path, **plan: Any) -> params.RunSpec:
@@ -30,6 +34,39 @@ def test_the_shipped_plan_prints_a_ranked_table() -> None:
     print(text)
     assert "--disable-radix-cache --max-running-requests 15" in text
     assert "These change the outputs" in text
+
+
+def test_the_planned_file_has_the_flags_that_are_ranked_first() -> None:
+    proven, planned = (prepared_for(params.load(path), ROOT).setting for path in (EXPANSION, PLANNED))
+    best = make_plan(proven).ranked[0]
+    # Without the radix cache the strategy means nothing, so the file leaves it out.
+    assert replace(best.flags, mamba_strategy="auto") == planned.server.flags
+    assert f"{best.memory.max_running_requests} requests a server" in PLANNED.read_text()
+    assert f"{best.prediction.tok_per_s:,.0f} tok/s" in PLANNED.read_text()
+
+
+ROOM = ServerLimits(max_running_requests=72, max_total_num_tokens=289_000, engine_version="sglang 0.5.12")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({}, None),
+        ({"max_running_requests": 65, "max_total_num_tokens": 261_000}, None),
+        ({"max_running_requests": 37}, r"a:1: max_running_requests is 37, 51% of the 72 predicted"),
+        ({"max_total_num_tokens": 120_000}, r"max_total_num_tokens is 120,000, 41% of the 289,354 predicted"),
+        ({"max_running_requests": None, "max_total_num_tokens": None}, None),
+    ],
+)
+def test_servers_with_much_less_room_than_planned_are_not_used(said: dict[str, Any], words: str | None) -> None:
+    spec, limits = params.load(EXPANSION), {"a:1": replace(ROOM, **said), "b:2": ROOM, "c:3": None}
+    if words is None:
+        require_room(spec, ROOT, limits)
+        return
+    with pytest.raises(TooLittleRoom, match=words) as caught:
+        require_room(spec, ROOT, limits)
+    assert "b:2" not in str(caught.value)
+    require_room(params.load(EXPANSION, ["fleet.least_share_of_plan=0"]), ROOT, limits)
 
 
 def test_json_is_strict_and_complete() -> None:

@@ -143,9 +143,7 @@ def test_a_dense_model_is_planned_too() -> None:
 
 def test_flags_that_cannot_run_stop_the_plan() -> None:
     with pytest.raises(FlagsRefused):
-        make_plan(
-            setting(replace(AFTER, mamba_strategy="extra_buffer", disable_radix_cache=True), concurrency=64)
-        )
+        make_plan(setting(replace(AFTER, mamba_strategy="extra_buffer", disable_radix_cache=True), concurrency=64))
     with pytest.raises(DoesNotFit):
         make_plan(setting(replace(AFTER, mem_fraction_static=0.4), concurrency=64))
 

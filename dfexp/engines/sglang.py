@@ -1,0 +1,193 @@
+"""SGLang servers as processes of this machine: one for each GPU or tensor-parallel group, with a random key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from dfexp.capacity.shape import GIB
+from dfexp.capacity.startup_log import Startup, read_startup
+from dfexp.engines.base import Server, address, free_ports, port_of, start_log
+from dfexp.engines.http import get_json, get_text
+from dfexp.engines.pages import limits_from, tokens_so_far
+from dfexp.engines.sglang_flags import argv_for, gpus_per_server
+from dfexp.engines.sglang_install import Installation, look
+from dfexp.engines.sglang_log import diagnose
+from dfexp.errors import EngineStartError, FleetError
+from dfexp.jsonl import write_atomic
+from dfexp.layout import FleetFolder
+from dfexp.params import SglangFleet
+from dfexp.records import ServerLimits
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_HEAD_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangEngine:
+    """The engine of `engine: sglang`."""
+
+    name: ClassVar[str] = "sglang"
+    group: SglangFleet
+    root: Path
+
+    def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
+        """One server per GPU group. The key is in a private file: what is in argv is in everybody's `ps`."""
+        installed = self.installation()
+        if installed.sglang_version is None:
+            raise EngineStartError(
+                f"{installed.python} has no SGLang ({installed.error or 'no package sglang'}). Name the interpreter of"
+                " an environment that has it: fleet.python."
+            )
+        flags = argv_for(self.group.flags, installed.sglang_version, installed.flags)
+        group, servers = self.group, []
+        if at:
+            ports = [port_of(server) for server in at]
+        elif group.first_port:
+            ports = list(range(group.first_port, group.first_port + group.servers))
+        else:
+            ports = free_ports(group.host, group.servers)
+        environments = [dict(server.env) for server in at] or [self._env(gpus) for gpus in self.gpus()]
+        for port, env in zip(ports, environments, strict=True):
+            config = folder.path / f"server-{port}.yaml"
+            write_atomic(config, f"api-key: {key}\n".encode(), mode=0o600)
+            name = address(group.host, port)
+            argv = (*self.command(port), "--config", str(config), *flags)
+            log = str(folder.logs / f"server-{port}.log")
+            servers.append(Server(name=name, url=f"http://{name}", argv=argv, env=env, log=log))
+        return servers
+
+    def command(self, port: int) -> tuple[str, ...]:
+        """What starts the server at `port`, without its flags and its private file."""
+        device = () if self.group.device == "cuda" else ("--device", self.group.device)
+        return (
+            *(self.python, "-m", "sglang.launch_server", "--model-path", self.model_path),
+            *("--served-model-name", self.served_name, "--host", self.group.host, "--port", str(port)),
+            *("--enable-metrics", *device),
+        )
+
+    def installation(self, argv: Sequence[str] = ()) -> Installation:
+        """The SGLang that would run, and what its parser says of `argv`. Raises FleetError: no such interpreter."""
+        return look(self.python, self._device_env | dict(self.group.env), self.root, argv)
+
+    def gpus(self) -> list[tuple[str, ...]]:
+        """The GPUs of each server, as CUDA_VISIBLE_DEVICES names them; empty tuples on a CPU.
+
+        A CUDA_VISIBLE_DEVICES of this process, as batch systems set it, says which GPUs there are to take from.
+        """
+        if self.group.device == "cpu":
+            return [()] * self.group.servers
+        each = gpus_per_server(self.group.flags)
+        seen = os.environ.get(_VISIBLE, "").split(",") if os.environ.get(_VISIBLE) else None
+        wanted = self.group.gpus or list(range(len(seen) if seen else each * self.group.servers))
+        if len(wanted) < each * self.group.servers or (seen and max(wanted) >= len(seen)):
+            there = f"{_VISIBLE} is {','.join(seen)}" if seen else f"fleet.gpus is {wanted}"
+            raise FleetError(
+                f"{self.group.servers} server(s) of {each} GPU(s) each need {each * self.group.servers} GPUs, but"
+                f" {there}. Lower fleet.servers, or change fleet.gpus."
+            )
+        names = [seen[index] if seen else str(index) for index in wanted]
+        return [tuple(names[start : start + each]) for start in range(0, each * self.group.servers, each)]
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the servers: a path, or a name on the PATH."""
+        given = self.group.python
+        if given is None:
+            return sys.executable
+        return str(self.root / Path(given).expanduser()) if "/" in given else shutil.which(given) or given
+
+    @property
+    def model_path(self) -> str:
+        """The model's folder, or its name on the hub where there is no such folder."""
+        path = self.root / Path(self.group.model).expanduser()
+        return str(path) if path.exists() else self.group.model
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests use: the last part of the model's path."""
+        return Path(self.group.model).name or "model"
+
+    @property
+    def _device_env(self) -> dict[str, str]:
+        return {"SGLANG_USE_CPU_ENGINE": "1"} if self.group.device == "cpu" else {}
+
+    def _env(self, gpus: tuple[str, ...]) -> dict[str, str]:
+        chosen = {_VISIBLE: ",".join(gpus)} if gpus else {}
+        return chosen | self._device_env | dict(self.group.env)
+
+    def outside_key(self) -> None:
+        """None: the servers are ours, and so is the key."""
+
+    def model_name(self, url: str, key: str) -> str:
+        """The name that the servers are started with."""
+        return self.served_name
+
+    def model_fingerprint(self, url: str, key: str) -> str:
+        """Name and a hash over the names, sizes and beginnings of the model's files; the name alone for a hub's."""
+        folder = Path(self.model_path)
+        if not folder.is_dir():
+            return self.served_name
+        digest = hashlib.sha256()
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".json", ".safetensors", ".jinja", ".bin", ".txt"):
+                with path.open("rb") as file:
+                    digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD_BYTES))
+        return f"{self.served_name} {digest.hexdigest()}"
+
+    def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
+        """From the startup log, which stands still; /server_info, slow on a busy server, where the log does not tell.
+
+        That the server answers is seen on /v1/models.
+        """
+        models = get_json(f"{server.url}/v1/models", key=key, timeout_s=timeout_s)
+        startup, _, _ = start_log(server, 2**20).partition("fired up and ready to roll")
+        logged = from_log(read_startup(startup.split("\n")))
+        if logged.max_running_requests is None:
+            return limits_from(models, get_json(f"{server.url}/server_info", key=key, timeout_s=timeout_s))
+        said = limits_from(models)
+        version = self.installation().sglang_version
+        context = said.context_length or logged.context_length
+        return replace(logged, context_length=context, model=said.model, engine_version=f"sglang {version}")
+
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> float | None:
+        """Tokens computed so far; moves every `--decode-log-interval` steps."""
+        return tokens_so_far(get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s))
+
+    def has_loaded(self, log_text: str) -> bool:
+        """Whether the log says that the weights are loaded."""
+        return "Load weight end" in log_text
+
+    def diagnose_start(self, log_text: str) -> str:
+        """Cause and fix out of SGLang's own words."""
+        return diagnose(log_text)
+
+
+def from_log(startup: Startup) -> ServerLimits:
+    """The room that a startup log tells; nothing where several data-parallel ranks share it, since they add up."""
+    if any("DP" in rank for rank in startup.values.get("max_running_requests", {})):
+        return ServerLimits()
+    gib = {
+        "weights": ("weights_gib",),
+        "kv": ("k_gib", "v_gib", "kv_gib"),
+        "state": ("conv_gib", "ssm_gib", "intermediate_ssm_gib", "intermediate_conv_gib"),
+    }
+    sizes = {part: sum(startup.get(name) or 0.0 for name in names) for part, names in gib.items()}
+    return ServerLimits(
+        max_running_requests=_count(startup, "max_running_requests"),
+        context_length=_count(startup, "context_len"),
+        max_total_num_tokens=_count(startup, "max_total_num_tokens"),
+        max_mamba_cache_size=_count(startup, "max_mamba_cache_size"),
+        state_bytes={part: round(size * GIB) for part, size in sizes.items() if size} or None,
+    )
+
+
+def _count(startup: Startup, name: str) -> int | None:
+    value = startup.get(name)
+    return None if value is None else int(value)
