@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from importlib.resources import files
 from typing import Any
 
@@ -33,7 +34,7 @@ def diagnose(log_text: str) -> str:
     words, errors = "", [found.group(1) for line in lines if (found := _ERROR.match(line))]
     for cause in _table()["causes"]:
         if match := re.search(cause["seen"], text, re.MULTILINE):
-            quoted = next((group for group in match.groups() if group), match.group())[:240]
+            quoted = textwrap.shorten(next(filter(None, match.groups()), match.group()), 200).rstrip(".")
             words = cause["say"].format(quoted, **match.groupdict(), **_memory(log_text), **_table()["words"])
             break
     else:
