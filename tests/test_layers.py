@@ -33,6 +33,7 @@ ORDER = (
     "capacity",
     "quality",
     "engines",
+    "preflight",
     "fleet",
     "client",
     "rollout",

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         (commands, "run", runs.run, (params_file, setting)),
         (commands, "resume", runs.resume, (one_run, setting, ("--retry-failed", kinds))),
         (commands, "check", ahead.check, (params_file, setting)),
+        (commands, "preflight", ahead.preflight_run, (params_file, setting)),
         (commands, "plan", ahead.plan, (params_file, setting, as_json)),
         (capacities, "check", ahead.capacity_check, (reports, as_json)),
         (commands, "status", runs.status, ((one_run[0], {**one_run[1], "nargs": "?"}), outputs)),

@@ -1,12 +1,12 @@
-"""Commands that look ahead and start nothing: check, plan, capacity check."""
+"""Commands that look ahead and start nothing: check, preflight, plan, capacity check."""
 
 from __future__ import annotations
 
 import argparse
 
-from dfexp import params, prompts
+from dfexp import params, preflight, prompts
 from dfexp.capacity import plan_command
-from dfexp.cli.common import EXIT_OK
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK
 from dfexp.engines.base import engine_for
 from dfexp.layout import project_root
 
@@ -20,6 +20,16 @@ def check(args: argparse.Namespace) -> int:
     dropped = ", ".join(f"{count} {reason}" for reason, count in reading.dropped_by_reason.items()) or "none"
     print(f"{args.params} is right: run {spec.run!r}, engine {spec.fleet.engine}, {kept} prompts, dropped: {dropped}")
     return EXIT_OK
+
+
+def preflight_run(args: argparse.Namespace) -> int:
+    """`dfexp preflight PARAMS`: what the servers of a run need and this machine has or lacks, and what would start."""
+    spec, root = params.load(args.params, args.set), project_root()
+    checks = preflight.checks_for(spec, root)
+    print(preflight.render(checks))
+    for version, commands in preflight.launches_for(spec, root).items():
+        print(f"\nwith SGLang {version}, each with a private file for its API key:", *commands, sep="\n  ")
+    return EXIT_FAILED if any(check.state == "fail" for check in checks) else EXIT_OK
 
 
 def plan(args: argparse.Namespace) -> int:

@@ -1,0 +1,318 @@
+"""Checks before anything starts: facts are gathered at the edges, and pure functions (`of_...`) judge them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from dfexp.capacity.errors import DoesNotFit, FlagsRefused
+from dfexp.capacity.flags import own_name, rules
+from dfexp.capacity.plan_command import Prepared, plan_of, prepare
+from dfexp.capacity.shape import GIB
+from dfexp.engines.base import engine_for
+from dfexp.engines.sglang import SglangEngine
+from dfexp.engines.sglang_flags import SHIPPED, argv_for, gpus_per_server
+from dfexp.engines.sglang_install import Installation
+from dfexp.errors import DfexpError, FleetError
+from dfexp.hardware import CONTEXT_MIB, GpuNow, find_gpu, gpus_now
+from dfexp.jsonl import read_json
+from dfexp.params import RunSpec
+
+BYTES_PER_TOKEN, LEAST_DISK_GIB, SPARE_FILES = 6, 5, 256
+IDLE_SHARE = 0.03
+"""Part of a GPU's memory that the driver may hold while nobody uses it."""
+_TABLE = json.loads(files("dfexp").joinpath("preflight.json").read_text(encoding="utf-8"))
+_BLACKWELL = (10, 11, 12)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check: what was found, and what to do where it failed. A note neither passes nor fails."""
+
+    name: str
+    state: Literal["pass", "fail", "note"]
+    found: str
+    fix: str = ""
+
+
+def judged(name: str, problem: str, found: str) -> Check:
+    """Failed where there is a problem, else passed."""
+    fix = _TABLE["fix"][name] if problem else ""
+    return Check(name=name, state="fail" if problem else "pass", found=problem or found, fix=fix)
+
+
+def noted(name: str, found: str) -> Check:
+    """Neither passed nor failed."""
+    return Check(name=name, state="note", found=found)
+
+
+def enough(name: str, have: float, needed: float, what: str) -> Check:
+    """Passed where there is as much as is needed."""
+    found = f"{have:,.0f} {what}, {needed:,.0f} needed"
+    return judged(name, found if have < needed else "", found)
+
+
+def checks_for(spec: RunSpec, root: Path) -> list[Check]:
+    """What can be known about a run's servers before they start. Starts nothing; takes seconds, most for SGLang's."""
+    engine = engine_for(spec.fleet, root)
+    checks, chosen, version = _sglang(engine) if isinstance(engine, SglangEngine) else ([], [], "")
+    prepared, capacity = _capacity(spec, root, version, chosen)
+    return [*checks, *capacity, *_machine(spec, root, prepared)]
+
+
+def require(spec: RunSpec, root: Path) -> list[Check]:
+    """The checks, none of which failed. Raises FleetError that lists every failed one with its fix."""
+    checks = checks_for(spec, root)
+    if failed := [check for check in checks if check.state == "fail"]:
+        raise FleetError(f"{len(failed)} check(s) failed; nothing was started.\n{render(failed)}")
+    return checks
+
+
+def render(checks: Sequence[Check]) -> str:
+    """A line for each check, and below a failed one the fix."""
+    width = max(len(check.name) for check in checks)
+    lines = [(f"{check.state.replace('fail', 'FAIL')}  {check.name:<{width}}  ", check) for check in checks]
+    return "\n".join(head + check.found + f"\n{'':{len(head)}}{check.fix}" * bool(check.fix) for head, check in lines)
+
+
+def launches_for(spec: RunSpec, root: Path) -> dict[str, list[str]]:
+    """By SGLang version, the installed one or else the shipped ones: the command of each server, but for its key.
+
+    Port 0 stands for one that is chosen at the start. Empty for other engines.
+    """
+    engine, found = engine_for(spec.fleet, root), {}
+    if isinstance(engine, SglangEngine):
+        first, count, gpus = engine.group.first_port, engine.group.servers, _tried(engine.gpus)[0]
+        heads = [f"CUDA_VISIBLE_DEVICES={','.join(names)} " if names else "" for names in gpus or [()] * count]
+        pairs = list(zip(heads, range(first, first + count) if first else [0] * count, strict=True))
+        for version, (flags, problem) in _arguments(engine, _tried(engine.installation)[0]).items():
+            commands = [head + shlex.join((*engine.command(port), *(flags or ()))) for head, port in pairs]
+            found[version] = [problem] if problem else commands
+    return found
+
+
+def _arguments(engine: SglangEngine, installed: Installation | None) -> dict[str, tuple[list[str] | None, str]]:
+    """By version, as above: the flags as arguments, or why this version would not take them."""
+    version, table = (installed.sglang_version, installed.flags) if installed else (None, {})
+    versions = [version] if version else SHIPPED
+    return {each: _tried(partial(argv_for, engine.group.flags, each, table)) for each in versions}
+
+
+def _tried(call: Callable[[], T]) -> tuple[T | None, str]:
+    """What a call gives, or the words of its error."""
+    try:
+        return call(), ""
+    except DfexpError as error:
+        return None, str(error)
+
+
+def _sglang(engine: SglangEngine) -> tuple[list[Check], list[GpuNow], str]:
+    """The checks of a fleet of SGLang servers, its GPUs as far as they are there, and the version that would run."""
+    group, folder = engine.group, Path(engine.model_path)
+    installed, problem = _tried(engine.installation)
+    refused = {}
+    for version, (argv, words) in _arguments(engine, installed).items():
+        refused[version] = words
+        if installed and installed.flags and argv is not None:
+            refused[version] = engine.installation((*engine.command(30000)[3:], *argv)).refused or ""
+    faults, config = model_faults(folder, group.flags) if folder.is_dir() else ([], {})
+    checks = [of_sglang(installed, problem), of_flags(installed, refused), of_model(engine.model_path, faults, config)]
+    version = (installed and installed.sglang_version) or ""
+    if group.device == "cpu":
+        return [*checks, noted("GPUs", "device: cpu, so GPUs, driver and CUDA toolkit are not looked at")], [], version
+    groups, problem = _tried(engine.gpus)
+    names, now = [name for names in groups or () for name in names], gpus_now()
+    chosen = [gpu for gpu in now.gpus if {str(gpu.index), gpu.uuid} & set(names)]
+    checks += [of_gpus(names, chosen, problem or now.reason), of_gpu_memory(chosen, group.flags)]
+    checks += [of_attention(group.flags, chosen, version, is_hybrid="linear_num_value_heads" in str(config))]
+    return [*checks, of_driver(installed, now.driver_cuda), of_toolkit(installed, chosen)], chosen, version
+
+
+def of_sglang(installed: Installation | None, problem: str) -> Check:
+    """Whether there is an SGLang that can be imported and is new enough. `problem`: with the interpreter itself."""
+    if installed is None:
+        return judged("SGLang", problem, "")
+    version, where = installed.sglang_version, f"in {installed.python} (Python {installed.python_version})"
+    problem = "there is no package sglang" if version is None else _tried(partial(rules, version))[1]
+    if version and not problem and not installed.flags:
+        problem = f"{version} cannot be imported: {installed.error}"
+    beside = f"torch {installed.torch_version}, FlashInfer {installed.flashinfer_version}"
+    return judged("SGLang", problem and f"{problem}, {where}", f"{version}, {beside}, {where}")
+
+
+def of_flags(installed: Installation | None, refused: Mapping[str, str]) -> Check:
+    """Whether the flags are spelled for the version and taken by its own parser. `refused`: its words, by version."""
+    said = "; ".join(f"{version}: {words or 'spelled right'}" for version, words in refused.items())
+    if not all(refused.values()) and not (installed and installed.flags):
+        return noted("flags", f"not checked by SGLang's own parser: needs SGLang. {said}")
+    return judged("flags", said if all(refused.values()) else "", f"taken by the parser of SGLang {', '.join(refused)}")
+
+
+def model_faults(folder: Path, flags: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
+    """What is missing in a model's folder, and its config. Reads names, sizes and small files."""
+    there = {path.name: path.stat().st_size if path.exists() else 0 for path in folder.iterdir()}
+    config, problem = _tried(partial(read_json, folder / "config.json")) if "config.json" in there else (None, "")
+    index, name = None, "model.safetensors.index.json"
+    if name in there:
+        index, problem = _tried(partial(read_json, folder / name)) if not problem else (None, problem)
+    named = (index or {}).get("weight_map")
+    weights = (
+        set(named.values()) if isinstance(named, dict) else {name for name in there if name.endswith(".safetensors")}
+    )
+    lost = sorted(name for name in weights if there.get(name, 0) < 512)  # a pointer of Git LFS has some 130 bytes
+    settings = folder / "tokenizer_config.json"
+    has_template = "chat_template" in flags or any(name.startswith("chat_template.") for name in there)
+    has_template = has_template or (settings.exists() and '"chat_template"' in settings.read_text("utf-8", "replace"))
+    faults = {
+        problem: True,
+        "no config.json that names architectures": not problem and not (config or {}).get("architectures"),
+        "no *.safetensors": not weights and flags.get("load_format") != "dummy",
+        f"{len(lost)} of {len(weights)} weight files missing, empty or pointers of Git LFS: {lost[:1]}": bool(lost),
+        "no tokenizer": not there.keys() & _TABLE["tokenizers"],
+        "no chat template": not has_template,
+    }
+    return [fault for fault, is_so in faults.items() if fault and is_so], config or {}
+
+
+def of_model(path: str, faults: Sequence[str], config: Mapping[str, Any]) -> Check:
+    """Whether the model's folder is complete. Neither faults nor a config: there is no such folder."""
+    if not faults and not config and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return noted("model", f"there is no folder {path}; SGLang would download the model of that name")
+    problem = "; ".join(faults) or ("" if config else "there is no such folder")
+    return judged("model", problem and f"{path}: {problem}", f"{path}: {config.get('architectures')}, complete")
+
+
+def of_gpus(names: Sequence[str], chosen: Sequence[GpuNow], problem: str) -> Check:
+    """Whether the GPUs are there that the servers take. `problem`: with the driver, or with counting them."""
+    missing = ", ".join(sorted(set(names) - {name for gpu in chosen for name in (str(gpu.index), gpu.uuid)}))
+    divided = ", ".join(f"GPU {gpu.index} is divided by MIG" for gpu in chosen if gpu.is_mig)
+    problem, found = problem or (missing and f"there is no GPU {missing}") or divided, [gpu.name for gpu in chosen]
+    return judged("GPUs", problem and f"{len(names)} needed: {problem}", f"{', '.join(names)}: {', '.join(found)}")
+
+
+def of_gpu_memory(chosen: Sequence[GpuNow], flags: Mapping[str, Any]) -> Check:
+    """Whether nobody else holds memory there, and all that mem_fraction_static asks for is free."""
+    problems, fraction = [], flags.get("mem_fraction_static") or 1 - IDLE_SHARE
+    for gpu in chosen:
+        room = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
+        if gpu.processes or gpu.free_bytes < fraction * gpu.total_bytes:
+            problems.append(f"GPU {gpu.index}: {room}; there: {', '.join(gpu.processes) or 'nothing that can be seen'}")
+    if not chosen:
+        return noted("GPU memory", "not checked: needs the GPUs")
+    return judged("GPU memory", "; ".join(problems), f"each has at least {fraction:.0%} free, and nobody else is there")
+
+
+def of_attention(flags: Mapping[str, Any], chosen: Sequence[GpuNow], version: str, *, is_hybrid: bool) -> Check:
+    """Whether the attention backends of the flags run on these GPUs. `is_hybrid`: the model has gated delta nets."""
+    name, problem, (version_rules, _) = "attention backend", "", _tried(partial(rules, version or SHIPPED[-1]))
+    patch, hybrid = version_rules.patch if version_rules else 0, _TABLE["gated_delta_net_on_blackwell"]
+    wanted = sorted({str(value) for flag, value in flags.items() if own_name(flag).endswith("attention_backend")})
+    rows = {row["backend"]: row for row in reversed(_TABLE["attention"]) if patch < row.get("before", 1000)}
+    for gpu, each in [(gpu, each) for gpu in chosen for each in wanted if each in rows]:
+        (major, minor), why = gpu.capability, rows[each]["source"]
+        is_narrow = is_hybrid and major in _BLACKWELL and each not in hybrid
+        if is_narrow or major not in rows[each]["majors"]:
+            why = f"with gated delta nets only {', '.join(hybrid)}" if is_narrow else why
+            problem = f"{each} does not run on GPU {gpu.index}, {gpu.name}, compute capability {major}.{minor} ({why})"
+    unknown = ", ".join(set(wanted) - rows.keys())
+    if problem or (wanted and chosen and not unknown):
+        return judged(name, problem, f"{', '.join(wanted)} on {chosen[0].name}")
+    needs = f"not known on which GPUs {unknown} runs" if unknown else "not checked: needs the GPUs"
+    return noted(name, needs if wanted else "SGLang chooses one")
+
+
+def of_driver(installed: Installation | None, driver_cuda: str | None) -> Check:
+    """Whether the driver runs the CUDA that torch was built for; one of a lower minor version runs most kernels."""
+    torch = installed.torch_cuda if installed else None
+    if installed and installed.torch_version and torch is None:
+        return judged("driver", f"torch {installed.torch_version} is built for CPUs", "")
+    if driver_cuda is None or torch is None:
+        return noted("driver", f"not checked: needs {'torch' if driver_cuda else 'a driver'}")
+    found, driver = f"CUDA {driver_cuda}, torch's is {torch}", _number(driver_cuda)
+    if driver[0] == _number(torch)[0] and driver < _number(torch):
+        return noted("driver", f"{found}: most kernels run, some may not")
+    return judged("driver", found if driver < _number(torch) else "", found)
+
+
+def of_toolkit(installed: Installation | None, chosen: Sequence[GpuNow]) -> Check:
+    """Whether nvcc, with the headers of CUDA and CCCL, works, is of torch's major version and knows these GPUs."""
+    name = "CUDA toolkit"
+    if installed is None:
+        return noted(name, "not checked: needs the interpreter")
+    nvcc, torch, version = installed.nvcc, installed.torch_cuda, _number(installed.nvcc_version or "0")
+    found = f"{nvcc}: CUDA {installed.nvcc_version}, with headers; torch's is {torch or 'not known'}"
+    needs = {_TABLE["least_cuda"].get(".".join(map(str, gpu.capability)), "0") for gpu in chosen}
+    problem = installed.nvcc_error and f"{nvcc} cannot compile: {installed.nvcc_error}"
+    if nvcc is None:
+        problem = f"there is no nvcc in {installed.cuda_home} (looked for by CUDA_HOME, CUDA_PATH, PATH)"
+    elif not problem and (too_new := [least for least in needs if version < _number(least)]):
+        problem = f"{found}; {chosen[0].name} needs CUDA {max(too_new, key=_number)} or newer"
+    elif not problem and torch and version[0] != _number(torch)[0]:
+        problem = found
+    if problem or installed.home_has_headers:
+        return judged(name, problem or "", found)
+    return noted(name, f"{found}; no headers in {installed.cuda_home}/include, where torch looks: set CUDA_HOME")
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def _capacity(spec: RunSpec, root: Path, version: str, chosen: Sequence[GpuNow]) -> tuple[Prepared | None, list[Check]]:
+    """What the plan says, for the GPUs and the version that are there."""
+    if spec.plan is None:
+        return None, []
+    known: dict[str, Any] = {"prompts": spec.plan.prompts or 1, "shared_prefix_share": 0.0}
+    known |= {"sglang_version": version} if version else {}
+    if chosen:
+        kind, _ = _tried(partial(find_gpu, chosen[0].name))
+        known |= {"free_gib": min(gpu.free_bytes for gpu in chosen) / GIB - CONTEXT_MIB / 1024}
+        known |= {"gpu": kind.name} if kind else {}
+    try:
+        prepared = prepare(plan_of(spec, root).model_copy(update=known), [])
+        memory = prepared.setting.memory()
+    except (DoesNotFit, FlagsRefused) as error:
+        return None, [judged("capacity", str(error), "")]
+    except DfexpError as error:
+        return None, [noted("capacity", f"not checked: {error}")]
+    room = f"{memory.max_running_requests} requests at once, {memory.max_total_num_tokens:,} KV tokens a server"
+    return prepared, [judged("capacity", "", f"{room} on {prepared.setting.server.gpu.name} (predicted)")]
+
+
+def _machine(spec: RunSpec, root: Path, prepared: Prepared | None) -> list[Check]:
+    """The checks of every engine: disk, open files, ports, shared memory."""
+    outputs, group, asked = root / spec.outputs, spec.fleet, spec.generation.concurrency
+    folder = next(path for path in (outputs, *outputs.parents) if path.exists())
+    free_gib = shutil.disk_usage(folder).free / GIB if os.access(folder, os.W_OK) else 0.0
+    tokens = prepared.setting.prompts * prepared.setting.workload.completion.mean if prepared else 0.0
+    flags, servers = getattr(group, "flags", {}), len(getattr(group, "urls", ())) or getattr(group, "servers", 1)
+    cap = getattr(group, "max_running_requests", None) or flags.get("max_running_requests") or 256
+    requests, limit = servers * (cap if asked == "auto" else asked), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    what = f"for {requests} requests in flight"
+    checks = [enough("disk", free_gib, LEAST_DISK_GIB + tokens * BYTES_PER_TOKEN / GIB, f"GiB to write to in {folder}")]
+    checks += [enough("open files", float("inf") if limit < 0 else limit, requests + SPARE_FILES, what)]
+    if first := getattr(group, "first_port", None):
+        used = {item.laddr.port for item in psutil.net_connections("tcp") if item.laddr and item.status == "LISTEN"}
+        checks += [of_ports(range(first, first + servers), used)]
+    if (_tried(partial(gpus_per_server, flags))[0] or 1) > 1:
+        checks += [enough("shared memory", shutil.disk_usage("/dev/shm").free / GIB, servers, "GiB")]  # noqa: S108
+    return checks
+
+
+def of_ports(ports: Sequence[int], used: Collection[int]) -> Check:
+    """Whether nobody listens on the ports."""
+    busy = ", ".join(str(port) for port in ports if port in used)
+    return judged("ports", busy and f"in use: {busy}", f"{ports[0]} to {ports[-1]} are free")
