@@ -63,7 +63,7 @@ def look(
     Args: python, its path or a name on the PATH; env, variables beside this process's; cwd, as servers will have it;
     argv, for SGLang's own parser. Raises FleetError: no interpreter, or no answer within `timeout_s`.
     """
-    return _look(python, tuple(env.items()), cwd, tuple(argv), timeout_s)
+    return _look(python, tuple(sorted(env.items())), cwd, tuple(argv), timeout_s)
 
 
 @functools.cache
