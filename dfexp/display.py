@@ -14,6 +14,7 @@ from dfexp import control
 from dfexp.errors import ControlError, RunError, RunStopped
 from dfexp.fleet import Fleet, ServerStatus
 from dfexp.layout import RunFolder
+from dfexp.preflight import Check
 from dfexp.records import Answer, ServerLimits
 from dfexp.tables import FONT, Table, duration, rows_html, text
 
@@ -104,7 +105,8 @@ def html(status: Mapping[str, Any] | None) -> str:
     if status is None:
         return f'<div style="{FONT}">Waiting for the run\'s first report.</div>'
     parts = [_bar(status), _facts(status)]
-    for said in filter(None, (status.get("reason"), status.get("disk_refuses"))):
+    rollout = status.get("rollout") or {}
+    for said in filter(None, (status.get("reason"), status.get("disk_refuses"), rollout.get("text"))):
         parts.append(f"<div style='margin-top:6px'>{escaping.escape(str(said))}</div>")
     if status["servers"]:
         window = f"completion tokens, last {status['window_s']:.0f} s"
@@ -187,6 +189,12 @@ def servers(fleet: Fleet, statuses: Sequence[ServerStatus]) -> Table:
     return Table(name="servers", title=f"Fleet {fleet.name}", rows=rows)
 
 
+def checks(found: Sequence[Check]) -> Table | None:
+    """What was checked before servers start; None for a fleet that runs already."""
+    rows = [{"check": one.name, "": one.state, "found": one.found, "fix": one.fix or "-"} for one in found]
+    return Table(name="checks", title="Checks before the start", rows=rows) if rows else None
+
+
 def fleet_conclusion(fleet: Fleet, statuses: Sequence[ServerStatus], launched: bool) -> str:
     """How many servers serve, and how to stop them, as Markdown."""
     ready = sum(status.state == "ready" for status in statuses)
@@ -206,13 +214,15 @@ def limits(statuses: Sequence[ServerStatus]) -> Table:
         row = {
             "server": status.name, "model": said.model or "-",
             "requests at once": said.max_running_requests, "tokens per request": said.context_length,
-            "tokens, all requests": said.max_total_num_tokens, "memory implied (MiB)": " + ".join(parts) or "-",
+            "tokens, all requests": said.max_total_num_tokens, "state slots": said.max_mamba_cache_size,
+            "memory implied (MiB)": " + ".join(parts) or "-",
             "RAM now (MiB)": None if status.rss_bytes is None else round(status.rss_bytes / 2**20),
         }  # fmt: skip
         rows.append(row)
     note = (
         "requests at once: decoded together, the rest waits. tokens per request: prompt and answer. tokens, all"
-        " requests: the KV pool. memory implied: computed from model and limits. RAM now: measured, with shared pages."
+        " requests: the KV pool. state slots: of a hybrid model, several for each request. memory implied: computed from"
+        " model and limits. RAM now: measured, with shared pages."
         " A dash is what the engine does not say."
     )
     return Table(name="limits", title="What each server says of its room", rows=rows, note=note)

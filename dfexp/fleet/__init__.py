@@ -2,6 +2,6 @@
 
 from dfexp.engines.base import Server, scrub
 from dfexp.fleet.fleet import Fleet, ServerStatus
-from dfexp.fleet.launch import attach, list_fleets, up
+from dfexp.fleet.launch import attach, is_running, list_fleets, up
 
-__all__ = ["Fleet", "Server", "ServerStatus", "attach", "list_fleets", "scrub", "up"]
+__all__ = ["Fleet", "Server", "ServerStatus", "attach", "is_running", "list_fleets", "scrub", "up"]

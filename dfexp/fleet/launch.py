@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+from dfexp import preflight
 from dfexp.engines.base import Engine, engine_for
 from dfexp.errors import FleetError
 from dfexp.fleet import spawn
@@ -12,7 +13,7 @@ from dfexp.fleet.fleet import Fleet
 from dfexp.fleet.record import FleetRecord, changing, differences, read_record
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
-from dfexp.params import OwnFleet, RunSpec
+from dfexp.params import OwnFleet, RunSpec, SglangFleet
 
 
 def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
@@ -57,13 +58,21 @@ def attach(folder: FleetFolder) -> Fleet:
     return Fleet(folder, engine_for(record.spec, record.root), record)
 
 
+def is_running(spec: RunSpec, root: Path) -> bool:
+    """Whether a fleet of this name has a living server."""
+    record = read_record(FleetFolder.named(root, spec.outputs, spec.fleet_name))
+    return record is not None and any(spawn.members(record.identity, record.servers).values())
+
+
 def list_fleets(root: Path, outputs: str = "outputs") -> list[FleetFolder]:
     """The folders under `root/outputs/fleets` in which a fleet is recorded, by name."""
     return [FleetFolder(path.parent) for path in sorted((root / outputs / "fleets").glob("*/fleet.json"))]
 
 
 def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> Fleet:
-    """Start every server. The record is on disk before the first process is, so that none can be forgotten."""
+    """Start the servers. The record is on disk before the first process is, so that none can be forgotten."""
+    if isinstance(spec.fleet, SglangFleet):  # they take minutes to fail, and GPUs; the others a second
+        preflight.require(spec, root)
     record = FleetRecord(identity=secrets.token_hex(8), spec=spec.fleet, root=root, servers=())
     fleet = Fleet(folder, engine, record)
     try:

@@ -7,6 +7,7 @@ import fcntl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -70,12 +71,21 @@ def changing(folder: FleetFolder) -> Iterator[None]:
 
 def differences(running: AnyFleet, asked: AnyFleet) -> list[str]:
     """The keys that differ, with both values, but for those that say nothing about the servers themselves."""
-    old, new = running.model_dump(mode="json"), asked.model_dump(mode="json")
+    old, new = _flat(running), _flat(asked)
     return [
-        f"fleet.{key} is {old.get(key)!r}, asked for is {new.get(key)!r}"
+        f"{key} is {old.get(key)!r}, asked for is {new.get(key)!r}"
         for key in {**new, **old}
-        if old.get(key) != new.get(key) and key not in _NOT_OF_SERVERS
+        if old.get(key) != new.get(key) and key.removeprefix("fleet.") not in _NOT_OF_SERVERS
     ]
+
+
+def _flat(group: AnyFleet) -> dict[str, Any]:
+    """The parameters by their dotted names, those of inner mappings as well."""
+    found: dict[str, Any] = {}
+    for key, value in group.model_dump(mode="json").items():
+        inner = {f"fleet.{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else None
+        found |= {f"fleet.{key}": value} if inner is None else inner
+    return found
 
 
 def check_change(running: AnyFleet, asked: AnyFleet) -> None:
