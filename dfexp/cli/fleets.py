@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from dfexp import fleet, generate, params
+from dfexp import fleet, params
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
+from dfexp.generate.reconfigure import reconfigure as change
 from dfexp.layout import FleetFolder, project_root
 from dfexp.records import ServerLimits
 
@@ -34,8 +35,7 @@ def reconfigure(args: argparse.Namespace) -> int:
     """`dfexp fleet reconfigure PARAMS`: give servers the settings in the file one by one, also under a run."""
     canary_s = 0.0 if args.no_canary else args.canary_s
     terms = {"canary_s": canary_s, "least_speed": args.least_speed, "drain_s": args.drain_s}
-    ended = generate.reconfigure(params.load(args.params, args.set), project_root(), say, **terms)
-    return EXIT_OK if ended == "done" else EXIT_FAILED
+    return EXIT_OK if change(params.load(args.params, args.set), project_root(), say, **terms) else EXIT_FAILED
 
 
 def down(args: argparse.Namespace) -> int:

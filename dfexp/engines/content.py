@@ -11,15 +11,12 @@ from dfexp.engines.http import get_json
 from dfexp.errors import BadAnswer, RateLimited, RequestError
 from dfexp.quality import garbage
 
-MAX_TOKENS = 48
-_QUESTIONS = (
-    "Name three rivers in Europe.",
-    "Write a Python function that adds two numbers.",
-    "Why is the sky blue? Answer in two sentences.",
-    "What is 17 times 23? Show the steps.",
-    "Translate into French: the train leaves at noon.",
-    "Tell a very short story about a lighthouse.",
-)
+_QUESTIONS = """Name three rivers in Europe.
+Write a Python function that adds two numbers.
+Why is the sky blue? Answer in two sentences.
+What is 17 times 23? Show the steps.
+Translate into French: the train leaves at noon.
+Tell a very short story about a lighthouse.""".splitlines()
 
 
 def check(
@@ -39,32 +36,29 @@ def check(
 
     """
     fields = {name: value for name, value in (sampling or {}).items() if name != "stop"}
-
-    def ask(question: str) -> str | RequestError | None:
-        body = {**fields, "model": model, "messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
-        try:
-            return _judged(get_json(f"{url}/v1/chat/completions", key=key, timeout_s=timeout_s, body=body))
-        except RequestError as error:
-            return error
-
-    with ThreadPoolExecutor(len(_QUESTIONS)) as pool:
-        found = list(pool.map(ask, _QUESTIONS))
-    errors = Counter(str(one) for one in found if isinstance(one, RequestError) and not isinstance(one, RateLimited))
+    fields |= {"model": model, "max_tokens": 48}
+    bodies = [{**fields, "messages": [{"role": "user", "content": question}]} for question in _QUESTIONS]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        found = list(pool.map(lambda body: _ask(url, key, body, timeout_s), bodies))
     answers = [one for one in found if not isinstance(one, RequestError)]
     odd = [one for one in answers if one is not None]
-    reasons = [f"{count} of {len(found)} requests at once failed: {words}" for words, count in errors.items()]
-    if not answers and not errors:
+    failed = Counter(str(one) for one in found if isinstance(one, RequestError) and not isinstance(one, RateLimited))
+    reasons = [f"{count} of {len(found)} requests at once failed: {words}" for words, count in failed.items()]
+    if not answers and not failed:
         reasons.append(f"all {len(found)} requests at once were turned away as too many")
     if 2 * len(odd) > len(answers):
         reasons.append(f"{len(odd)} of {len(answers)} answers at once are garbage: {'; '.join(dict.fromkeys(odd))}")
     return reasons
 
 
-def _judged(reply: Any) -> str | None:
-    """Why one reply is garbage. A thought that the server split off is part of the answer."""
+def _ask(url: str, key: str, body: Mapping[str, Any], timeout_s: float) -> str | RequestError | None:
+    """Why the answer to one question is garbage, None if it is not. A thought that was split off is part of it."""
     try:
+        reply = get_json(f"{url}/v1/chat/completions", key=key, timeout_s=timeout_s, body=body)
         message, usage = reply["choices"][0]["message"], reply.get("usage") or {}
         text = "".join(str(message.get(part) or "") for part in ("reasoning_content", "reasoning", "content"))
         return garbage(text, usage.get("completion_tokens"))
+    except RequestError as error:
+        return error
     except (TypeError, KeyError, IndexError, AttributeError):
-        raise BadAnswer("HTTP 200 without a chat completion") from None
+        return BadAnswer("HTTP 200 without a chat completion")

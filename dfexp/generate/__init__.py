@@ -4,17 +4,6 @@
 control folder (`dfexp.control`).
 """
 
-from dfexp.generate.reconfigure import reconfigure
 from dfexp.generate.start import ALL_KINDS, fleet_folder, keep_frozen, prepare, read_spec, run_folder, start, stop
 
-__all__ = [
-    "ALL_KINDS",
-    "fleet_folder",
-    "keep_frozen",
-    "prepare",
-    "read_spec",
-    "reconfigure",
-    "run_folder",
-    "start",
-    "stop",
-]
+__all__ = ["ALL_KINDS", "fleet_folder", "keep_frozen", "prepare", "read_spec", "run_folder", "start", "stop"]

@@ -28,7 +28,6 @@ _HEALTH_EVERY_S = 15.0
 _HEALTH_TIMEOUT_S = 30.0  # SGLang's health check answers after up to 20 s on a busy server
 _MISSES_TO_HANG = 3
 _MOST_DENIED_PAUSE_S = 30.0
-_RESTART_BUDGET = 6
 _ERRORS_TO_DOUBT = 8
 """Errors in a row, of any rows, after which a server has to generate a token before it gets another row."""
 
@@ -41,6 +40,7 @@ class Lane:
     started with other settings). Whatever its state, a lane that is held gets no rows: a change of settings drains it.
     """
 
+    restart_budget = 6  # tries without a completed row, after which a server is quarantined
     quarantine_s = 600.0  # from one try to start a quarantined server to the next
 
     def __init__(
@@ -65,8 +65,7 @@ class Lane:
         self.config_id, self.is_held = config_id, False
         self.tasks: dict[asyncio.Task[None], float] = {}  # requests in flight, and when each was sent
         self.watching: asyncio.Task[None] | None = None
-        self.done = self.errors = self.restarts = self._answered = 0
-        self.down_since: float | None = None if limits is not None else time.monotonic()
+        self.done = self.errors = self.restarts = 0
         self._paused_until = 0.0
         self._recent: deque[tuple[float, int]] = deque()
         self._last_sign = self._moved_at = time.monotonic()
@@ -105,7 +104,6 @@ class Lane:
         self.done += 1
         self._deaths_in_a_row = self._errors_in_a_row = self._misses = 0
         self._last_sign = self._moved_at = now
-        self._answered += tokens or 0
         self._recent.append((now, tokens or 0))
 
     def failed(self) -> None:
@@ -186,7 +184,7 @@ class Lane:
         """Feed a held lane again: at once when it `is_well`, else when its watch has brought the server back."""
         self.is_held = False
         if self.state == "changing":
-            self.state, self._is_doubted, self.down_since = "ready" if is_well else "suspect", not is_well, None
+            self.state, self._is_doubted = "ready" if is_well else "suspect", not is_well
             self._last_sign = self._moved_at = time.monotonic()
             self._deaths_in_a_row = self._misses = 0
         if self.watching is not None and self.watching.done():
@@ -198,10 +196,7 @@ class Lane:
             await self._count()
         return Reading(
             at=time.monotonic(),
-            counted=None if self._counted is None else self._counted_before + self._counted,
-            answered=self._answered,
-            answers=self.done,
-            in_flight=len(self.tasks),
+            tokens=None if self._counted is None else self._counted_before + self._counted,
             restarts=self.restarts,
             serves=self.serves,
         )
@@ -219,28 +214,25 @@ class Lane:
             elif self.state == "suspect" or time.monotonic() - self._last_sign > _HEALTH_EVERY_S:
                 await self._check()
             elif (silent_s := await self._stuck_for()) > self._stall_s:
-                self._events.record(
-                    "server_stalled", server=self.name, silent_s=round(silent_s, 1), counted=self._counted,
-                    in_flight=len(self.tasks), stall_s=self._stall_s,
-                )  # fmt: skip
-                self.cut_off()
+                numbers = {"silent_s": round(silent_s, 1), "counted": self._counted, "in_flight": self.cut_off()}
+                self._events.record("server_stalled", server=self.name, **numbers)
                 await self._bring_back(f"no new token for {silent_s:.0f} s, though it seems healthy")
 
-    async def _count(self) -> float | None:
-        """Read the engine's counter of tokens."""
-        self._counted = await asyncio.to_thread(self._fleet.progress, self.name, _HEALTH_TIMEOUT_S)
-        return self._counted
+    async def _count(self) -> None:
+        """Read the engine's counter of tokens. One that has moved is a sign of progress."""
+        counted = await asyncio.to_thread(self._fleet.progress, self.name, _HEALTH_TIMEOUT_S)
+        if counted != self._counted:
+            self._counted, self._moved_at = counted, time.monotonic()
 
     async def _stuck_for(self) -> float:
         """Seconds for which a busy server has made no token; 0 where that cannot be known."""
-        now, counted = time.monotonic(), self._counted
+        now = time.monotonic()
         if not self.tasks:
             self._moved_at = now
         if now - self._moved_at < min(_HEALTH_EVERY_S, self._stall_s / 4):
             return 0.0
         try:
-            if await self._count() not in (None, counted):
-                self._moved_at = now
+            await self._count()
         except RequestError:
             return 0.0
         return 0.0 if self._counted is None else now - self._moved_at
@@ -280,27 +272,26 @@ class Lane:
 
     async def _bring_back(self, why: str) -> None:
         """Restart the server, or wait for it where somebody else runs it, with growing pauses."""
-        self.state, self.down_since, self._misses = "down", time.monotonic(), 0
+        self.state, self._misses, began = "down", 0, time.monotonic()
         said = scrub(why, self._fleet.key)
         self._events.record("server_down", server=self.name, detail=said, in_flight=len(self.tasks))
         pause_s = 0.5
         while not (await self._restart() if self.owned else await self._answers()):
-            if self.owned and self._deaths_in_a_row >= _RESTART_BUDGET:
+            if self.owned and self._deaths_in_a_row >= self.restart_budget:
                 if self.state != "quarantined":
                     self._events.record("server_quarantined", server=self.name, restarts=self.restarts)
                 self.state, pause_s = "quarantined", self.quarantine_s
             await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 (spreads retries, guards nothing)
             pause_s = min(pause_s * 2, 60.0)
         await self._refresh_limits()
-        down_s = time.monotonic() - self.down_since
-        self.state, self.down_since = "ready", None
-        self._last_sign = self._moved_at = time.monotonic()
+        self.state, self._last_sign = "ready", time.monotonic()
+        self._moved_at, down_s = self._last_sign, self._last_sign - began
         self._events.record("server_back", server=self.name, down_s=round(down_s, 3), restarts=self.restarts)
 
     async def _restart(self) -> bool:
         """Start the server again. False: it did not come up, and the event says why."""
         self._deaths_in_a_row += 1
-        if 1 < self._deaths_in_a_row <= _RESTART_BUDGET:  # it died again before it completed a row
+        if 1 < self._deaths_in_a_row <= self.restart_budget:  # it died again before it completed a row
             await asyncio.sleep(min(60.0, 0.5 * 2**self._deaths_in_a_row))
         self.restarts += 1
         why = await self._start(lambda: self._fleet.restart(self.name))

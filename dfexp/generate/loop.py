@@ -86,7 +86,7 @@ class Loop:
         self._refused_since: float | None = None
         self._rolling = Rolling(
             fleet=setup.fleet, lanes=self._lanes, events=setup.events, generation=self._generation,
-            configs=setup.configs, rows_lost=self._rows_lost,
+            configs=setup.configs,
         )  # fmt: skip
         self._refusals: dict[str, str] = {}  # of changes that were asked for, by their names
 
@@ -142,17 +142,17 @@ class Loop:
                 self._wake.clear()
             return await self._finish(recorder)
         finally:
-            rolling = [self._rolling.task] if self._rolling.task else []
-            for task in (*rolling, recorder, *self._watches(), *self._all_tasks()):
+            for task in (recorder, *self._watches(), *self._all_tasks()):
                 task.cancel()
-            await asyncio.gather(*rolling, recorder, *self._watches(), *self._all_tasks(), return_exceptions=True)
+            await asyncio.gather(recorder, *self._watches(), *self._all_tasks(), return_exceptions=True)
 
     @property
     def _in_flight(self) -> int:
         return sum(len(lane.tasks) for lane in self._lanes)
 
     def _all_tasks(self) -> list[asyncio.Task[None]]:
-        return [task for lane in self._lanes for task in lane.tasks]
+        requests = [task for lane in self._lanes for task in lane.tasks]
+        return [*requests, self._rolling.task] if self._rolling.task else requests
 
     def _watches(self) -> list[asyncio.Task[None]]:
         return [lane.watching for lane in self._lanes if lane.watching is not None]
@@ -301,12 +301,6 @@ class Loop:
             self._refusals[str(args.get("ident"))] = str(error)
             self._s.events.record("rollout_refused", detail=str(error))
 
-    def _rows_lost(self) -> int:
-        """Rows that are nowhere: not done, not failed, in no queue, at no server, not on the way to the disk."""
-        shards = self._s.shards
-        known = shards.done + shards.failed + len(self._streak.held) + self._recorder.backlog
-        return max(0, len(self._s.prompts) - known - len(self._queue) - self._in_flight)
-
     def _look_after_the_fleet(self) -> None:
         """Give up when no server is left that could come back, or when none has answered for too long."""
         lanes = self._lanes
@@ -374,7 +368,7 @@ class Loop:
 
     async def _finish(self, recorder: asyncio.Task[None]) -> tuple[str, str | None]:
         """Cut off what is still in flight, make every answer safe, seal the open shard."""
-        for task in (*self._all_tasks(), *([self._rolling.task] if self._rolling.task else [])):
+        for task in self._all_tasks():
             task.cancel()
         await asyncio.gather(*self._all_tasks(), return_exceptions=True)
         if self._state != "failing":

@@ -12,7 +12,6 @@ from pathlib import Path
 from dfexp import fleet
 from dfexp.errors import DfexpError, RequestError, RunError
 from dfexp.fleet import Fleet
-from dfexp.fleet.record import differences
 from dfexp.generate import identity
 from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
@@ -70,14 +69,15 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
             folder=folder, fleet=the_fleet, common={"model": model, "sampling": identity.sampling(spec.generation)}
         )
         version = next((each.engine_version for each in limits.values() if each is not None), None)
-        versions = {name: each.engine_version if each else version for name, each in limits.items()}
         setup = Setup(
             folder=folder,
             spec=spec,
             fleet=the_fleet,
             model=model,
             limits=limits,
-            config_ids={name: configs.id_of(name, found) for name, found in versions.items()},
+            config_ids={
+                name: configs.id_of(name, found.engine_version if found else version) for name, found in limits.items()
+            },
             configs=configs,
             prompts=prompts,
             shards=shards,
@@ -85,12 +85,8 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
             me=ProcessId.current(),
             owner=owner,
         )
-        if differing := {
-            one.name: list(differences(the_fleet.group, the_fleet.settings(one.name)))
-            for one in the_fleet.servers
-            if one.settings is not None
-        }:
-            events.record("servers_differ", detail="a change of settings was cut short", servers=differing)
+        if differing := [one.name for one in the_fleet.servers if one.settings is not None]:
+            events.record("servers_differ", detail="they have other settings than the fleet", servers=differing)
         pending = shards.pending(shards.failures_by_kind() if ALL_KINDS in retry_failed else retry_failed)
         events.record(
             "run_started",

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 
@@ -34,6 +35,11 @@ class Page(Quiet):
         status, headers, body = self.server.answer
         if status == "hang":
             self.server.released.wait(30)
+        elif status == "trickle":
+            self.send_response(200)
+            self.end_headers()
+            while not self.server.released.wait(0.1):
+                self.wfile.write(b".")
         else:
             self.reply(status, body, headers)
 
@@ -169,3 +175,11 @@ def test_every_failure_is_of_the_tree(page):
     page.answer = (418, {}, b"\xff\xfe")
     with pytest.raises(RequestError):
         get_json(page.url)
+
+
+def test_a_page_that_trickles_is_a_timeout(page: ThreadingHTTPServer) -> None:
+    page.answer = ("trickle", {}, b"")
+    began = time.monotonic()
+    with pytest.raises(TimedOut, match="trickles"):
+        get_text(f"{page.url}/health", timeout_s=1.0)
+    assert time.monotonic() - began < 10.0

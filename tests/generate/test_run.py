@@ -257,6 +257,34 @@ async def test_without_any_server_for_too_long_the_run_gives_up_and_can_be_resum
     assert project.failures(folder) == []
 
 
+async def test_a_storm_of_refusals_does_not_hang_the_run(project: Project) -> None:
+    refusal = error(429, "no quota", **{"Retry-After": "0.1"})
+    async with ScriptedServer(lambda b, n: chat() if n < 12 else refusal) as server:
+        folder = await project.start(project.spec([server.url], 100, give_up_s=2.0))
+        status = await project.end(folder)
+    assert status["state"] == "failed"
+    assert "turned requests away for 2 s" in status["reason"]
+    assert project.failures(folder) == []
+
+
+async def test_refusals_beside_long_answers_are_no_storm(project: Project) -> None:
+    """A server that turns away what is above its cap works: the run waits for the answers that are being made."""
+
+    async def long_answer() -> dict[str, Any]:
+        await asyncio.sleep(3.0)
+        return chat()
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        if "question" not in question(body):
+            return chat()
+        return long_answer() if server.in_flight <= 2 else error(429, "full", **{"Retry-After": "0.1"})
+
+    async with ScriptedServer(script) as server:
+        folder = await project.start(project.spec([server.url], 4, give_up_s=2.0))
+        status = await project.end(folder)
+    assert (status["state"], status["done"]) == ("ended", 4)
+
+
 async def test_a_slow_server_does_not_hold_back_a_fast_one(project: Project) -> None:
     async with (
         ScriptedServer(lambda b, n: chat(), delay_s=0.5) as slow,
