@@ -122,13 +122,14 @@ def _tried(call: Callable[[], T]) -> tuple[T | None, str]:
 def _sglang(engine: SglangEngine) -> tuple[list[Check], list[GpuNow], str]:
     """The checks of a fleet of SGLang servers, its GPUs as far as they are there, and the version that would run."""
     group, folder = engine.group, Path(engine.model_path)
+    flags = {own_name(name): value for name, value in group.flags.items()}
     installed, problem = _tried(engine.installation)
     refused = {}
     for version, (argv, words) in _arguments(engine, installed).items():
         refused[version] = words
         if installed and installed.flags and argv is not None:
             refused[version] = engine.installation((*engine.command(30000)[3:], *argv)).refused or ""
-    faults, config = model_faults(folder, group.flags) if folder.is_dir() else ([], {})
+    faults, config = model_faults(folder, flags) if folder.is_dir() else ([], {})
     checks = [of_sglang(installed, problem), of_flags(installed, refused), of_model(engine.model_path, faults, config)]
     version = (installed and installed.sglang_version) or ""
     if group.device == "cpu":
@@ -136,8 +137,8 @@ def _sglang(engine: SglangEngine) -> tuple[list[Check], list[GpuNow], str]:
     groups, problem = _tried(engine.gpus)
     names, now = [name for names in groups or () for name in names], gpus_now()
     chosen = [gpu for gpu in now.gpus if {str(gpu.index), gpu.uuid} & set(names)]
-    checks += [of_gpus(names, chosen, problem or now.reason), of_gpu_memory(chosen, group.flags)]
-    checks += [of_attention(group.flags, chosen, version, is_hybrid="linear_num_value_heads" in str(config))]
+    checks += [of_gpus(names, chosen, problem or now.reason), of_gpu_memory(chosen, flags)]
+    checks += [of_attention(flags, chosen, version, is_hybrid="linear_num_value_heads" in str(config))]
     return [*checks, of_driver(installed, now.driver_cuda), of_toolkit(installed, chosen)], chosen, version
 
 
@@ -205,7 +206,8 @@ def of_gpus(names: Sequence[str], chosen: Sequence[GpuNow], problem: str) -> Che
 
 def of_gpu_memory(chosen: Sequence[GpuNow], flags: Mapping[str, Any]) -> Check:
     """Whether nobody else holds memory there, and all that mem_fraction_static asks for is free."""
-    problems, fraction = [], flags.get("mem_fraction_static") or 1 - IDLE_SHARE
+    problems, asked = [], flags.get("mem_fraction_static")
+    fraction = asked if isinstance(asked, float) else 1 - IDLE_SHARE
     for gpu in chosen:
         room = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
         if gpu.processes or gpu.free_bytes < fraction * gpu.total_bytes:
@@ -219,7 +221,7 @@ def of_attention(flags: Mapping[str, Any], chosen: Sequence[GpuNow], version: st
     """Whether the attention backends of the flags run on these GPUs. `is_hybrid`: the model has gated delta nets."""
     name, problem, (version_rules, _) = "attention backend", "", _tried(partial(rules, version or SHIPPED[-1]))
     patch, hybrid = version_rules.patch if version_rules else 0, _TABLE["gated_delta_net_on_blackwell"]
-    wanted = sorted({str(value) for flag, value in flags.items() if own_name(flag).endswith("attention_backend")})
+    wanted = sorted({str(value) for flag, value in flags.items() if flag.endswith("attention_backend")})
     rows = {row["backend"]: row for row in reversed(_TABLE["attention"]) if patch < row.get("before", 1000)}
     for gpu, each in [(gpu, each) for gpu in chosen for each in wanted if each in rows]:
         (major, minor), why = gpu.capability, rows[each]["source"]
@@ -298,9 +300,11 @@ def _machine(spec: RunSpec, root: Path, prepared: Prepared | None) -> list[Check
     folder = next(path for path in (outputs, *outputs.parents) if path.exists())
     free_gib = shutil.disk_usage(folder).free / GIB if os.access(folder, os.W_OK) else 0.0
     tokens = prepared.setting.prompts * prepared.setting.workload.completion.mean if prepared else 0.0
-    flags, servers = getattr(group, "flags", {}), len(getattr(group, "urls", ())) or getattr(group, "servers", 1)
-    cap = getattr(group, "max_running_requests", None) or flags.get("max_running_requests") or 256
-    requests, limit = servers * (cap if asked == "auto" else asked), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    flags = {own_name(name): value for name, value in getattr(group, "flags", {}).items()}
+    servers = len(getattr(group, "urls", ())) or getattr(group, "servers", 1)
+    cap = getattr(group, "max_running_requests", None) or flags.get("max_running_requests")
+    each = asked if isinstance(asked, int) else cap if isinstance(cap, int) else 256
+    requests, limit = servers * each, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     what = f"for {requests} requests in flight"
     checks = [enough("disk", free_gib, LEAST_DISK_GIB + tokens * BYTES_PER_TOKEN / GIB, f"GiB to write to in {folder}")]
     checks += [enough("open files", float("inf") if limit < 0 else limit, requests + SPARE_FILES, what)]

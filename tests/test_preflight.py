@@ -169,7 +169,7 @@ def test_attention_backend(
 
 
 def test_attention_backends_of_one_phase_count_and_none_is_sglangs_choice() -> None:
-    for flag in ("decode_attention_backend", "--prefill-attention-backend"):
+    for flag in ("decode_attention_backend", "prefill_attention_backend"):
         assert outcome(of_attention({flag: "fa3"}, [gpu()], "0.5.12", is_hybrid=False))[0] == "fail"
     assert outcome(of_attention({}, [gpu()], "0.5.12", is_hybrid=False)) == ("note", "SGLang chooses one")
     assert outcome(of_attention({"attention_backend": "fa3"}, [], "0.5.12", is_hybrid=False))[0] == "note"
@@ -297,6 +297,14 @@ def test_a_name_on_the_hub_is_no_failure_and_a_wrong_path_is() -> None:
     assert outcome(of_model("/models/gone", [], {})) == ("fail", "/models/gone: there is no such folder")
 
 
+def test_values_of_a_wrong_type_are_told_once_and_stop_no_other_check(model: Path, tmp_path: Path) -> None:
+    flags = {"mem_fraction_static": "0.9", "max_running_requests": "many", "tp_size": "two"}
+    found = by_name(preflight.checks_for(spec(model, {"flags": flags}, plan=PLAN), tmp_path))
+    assert found["flags"].state == "fail"
+    assert {"model", "GPUs", "capacity", "disk", "open files"} < found.keys()
+    assert outcome(of_gpu_memory([gpu()], flags))[0] == "pass"
+
+
 def test_the_text_is_aligned_and_a_fix_stands_below() -> None:
     checks = [
         preflight.noted("nvcc", "so"),
@@ -384,6 +392,8 @@ def test_open_files_follow_the_requests_in_flight(model: Path, tmp_path: Path) -
     group = {"servers": 8, "device": "cpu", "flags": {"max_running_requests": 128}}
     found = by_name(preflight.checks_for(spec(model, group), tmp_path))["open files"]
     assert outcome(found) == ("fail", "1,024 for 1024 requests in flight, 1,280 needed")
+    odd = {**group, "flags": {"--max-running-requests": 16}}
+    assert by_name(preflight.checks_for(spec(model, odd), tmp_path))["open files"].state == "pass"
     few = spec(model, group, generation={"concurrency": 16})
     assert by_name(preflight.checks_for(few, tmp_path))["open files"].state == "pass"
 

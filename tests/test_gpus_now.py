@@ -1,0 +1,101 @@
+"""The GPUs of this machine through the real NVML binding, over a driver library of two made-up GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NVML = """
+#include <stdlib.h>
+#include <string.h>
+typedef unsigned int U;
+typedef unsigned long long L;
+typedef struct { U pid; L used; U instance, compute; } Process;
+static int first, second;
+int nvmlInitWithFlags(U flags) { return getenv("NO_DRIVER") ? 9 : 0; }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int code) { return "Driver Not Loaded"; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12080; return 0; }
+int nvmlDeviceGetCount_v2(U *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(U index, void **device) { *device = index ? &second : &first; return 0; }
+int nvmlDeviceGetName(void *device, char *name, U size) { strcpy(name, "NVIDIA Made Up"); return 0; }
+int nvmlDeviceGetUUID(void *device, char *uuid, U size) {
+    strcpy(uuid, device == &first ? "GPU-a" : "GPU-b"); return 0;
+}
+int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) { *major = 12; *minor = 1; return 0; }
+int nvmlDeviceGetMemoryInfo(void *device, L *sizes) {
+    sizes[0] = 96ull << 30; sizes[2] = device == &first ? 1ull << 30 : 80ull << 30; sizes[1] = sizes[0] - sizes[2];
+    return 0;
+}
+int nvmlDeviceGetMigMode(void *device, U *now, U *later) {
+    if (device == &first) return 3;  /* not supported */
+    *now = *later = 1; return 0;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, U *count, Process *found) {
+    if (device == &first) return 4;  /* no permission */
+    U room = *count; *count = 2;
+    if (room < 2) return 7;
+    found[0].pid = atoi(getenv("SOMEBODY")); found[0].used = 79ull << 30;
+    found[1].pid = 4194304; found[1].used = ~0ull;  /* a pid that no process can have; memory not told */
+    return 0;
+}
+"""
+SHOW = """
+import dataclasses, json
+from dfexp.hardware import gpus_now, held_bytes
+held = [held_bytes(names) for names in (["0"], ["GPU-b"], ["0", "1"], ["7"])]
+print(json.dumps({**dataclasses.asdict(gpus_now()), "held": held}))
+"""
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a driver library, compiled now."""
+    folder = tmp_path_factory.mktemp("nvml")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler, "a C compiler is needed, as for the package's other tools"
+    command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "libnvidia-ml.so.1")]
+    subprocess.run(command, input=NVML, text=True, check=True)
+    return folder
+
+
+def asked(library: Path, **variables: str) -> dict[str, object]:
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "SOMEBODY": str(os.getpid()), **variables}
+    done = subprocess.run([sys.executable, "-c", SHOW], env=environment, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def test_every_fact_of_each_gpu(library: Path) -> None:
+    found = asked(library)
+    same = {"name": "NVIDIA Made Up", "capability": [12, 1], "total_bytes": 96 * GIB}
+    idle = {"index": 0, "uuid": "GPU-a", "used_bytes": GIB, "free_bytes": 95 * GIB, "is_mig": False, "processes": []}
+    assert (found["driver_cuda"], found["reason"]) == ("12.8", "")
+    first, second = found["gpus"]  # type: ignore[misc]
+    assert first == same | idle
+    processes = second.pop("processes")
+    assert second == same | {
+        "index": 1,
+        "uuid": "GPU-b",
+        "used_bytes": 80 * GIB,
+        "free_bytes": 16 * GIB,
+        "is_mig": True,
+    }
+    assert processes[0].endswith(f" (pid {os.getpid()}), 79.0 GiB")
+    assert processes[1:] == ["pid 4194304, 0.0 GiB"]
+
+
+def test_memory_in_use_is_added_up_by_index_or_uuid(library: Path) -> None:
+    assert asked(library)["held"] == [GIB, 80 * GIB, 81 * GIB, 0]
+
+
+def test_a_driver_that_does_not_answer_is_a_reason_and_no_error(library: Path) -> None:
+    found = asked(library, NO_DRIVER="1")
+    assert (found["gpus"], found["driver_cuda"], found["held"]) == ([], None, [None] * 4)
+    assert found["reason"] == "the NVIDIA driver does not answer: Driver Not Loaded"
