@@ -283,13 +283,14 @@ def _capacity(spec: RunSpec, root: Path, version: str, chosen: Sequence[GpuNow])
         kind, _ = _tried(partial(find_gpu, chosen[0].name))
         known |= {"free_gib": min(gpu.free_bytes for gpu in chosen) / GIB - CONTEXT_MIB / 1024}
         known |= {"gpu": kind.name} if kind else {}
+    prepared = None
     try:
         prepared = prepare(plan_of(spec, root).model_copy(update=known), [])
         memory = prepared.setting.memory()
     except (DoesNotFit, FlagsRefused) as error:
-        return None, [judged("capacity", str(error), "")]
+        return prepared, [judged("capacity", str(error), "")]
     except DfexpError as error:
-        return None, [noted("capacity", f"not checked: {error}")]
+        return prepared, [noted("capacity", f"not checked: {error}")]
     room = f"{memory.max_running_requests} requests at once, {memory.max_total_num_tokens:,} KV tokens a server"
     return prepared, [judged("capacity", "", f"{room} on {prepared.setting.server.gpu.name} (predicted)")]
 

@@ -409,6 +409,7 @@ def test_the_plan_is_made_for_the_flags_of_the_fleet(model: Path, tmp_path: Path
     found = by_name(preflight.checks_for(spec(model, {"servers": 8, "flags": flags}, plan=PLAN), tmp_path))
     assert found["capacity"].state == "fail"
     assert "mem_fraction_static = 0.5 leaves" in found["capacity"].found
+    assert "15 needed" in found["disk"].found
     del flags["mem_fraction_static"]
     found = by_name(preflight.checks_for(spec(model, {"flags": flags}, plan=PLAN), tmp_path))
     assert outcome(found["capacity"])[0] == "note"
