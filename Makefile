@@ -11,9 +11,10 @@ endif
 
 SET_UP := @"$(PYTHON)" tools/environment.py
 BIN := .venv/bin
+VERSIONS := 0.5.12
 
 .NOTPARALLEL:
-.PHONY: help demo lab test test-fast test-full test-openai-oldest check format check-sglang-resolution
+.PHONY: help demo lab test test-fast test-full test-openai-oldest test-sglang check format check-sglang-resolution
 .PHONY: setup dev chromium lock upgrade wheel clean
 
 help: ## show this list
@@ -30,13 +31,19 @@ lab: setup ## the notebooks in JupyterLab
 		--LabApp.default_url=/lab/tree/notebooks/03_generate.ipynb \
 		--LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
-test: check test-openai-oldest chromium ## every test that needs no network and no GPU
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: check test-openai-oldest chromium ## every test that needs no network, no GPU and no SGLang
+	$(BIN)/python -m pytest --ignore=tests/sglang $(PYTEST_ARGS)
 
 test-fast: dev ## the tests that take under ten seconds each, in under two minutes
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sglang -m "not slow" $(PYTEST_ARGS)
 
-test-full: check-sglang-resolution test ## all of it; needs the package index
+test-full: VERSIONS := 0.5.12 0.5.23
+test-full: check-sglang-resolution test test-sglang ## all of it; needs the package index
+
+test-sglang: dev ## real SGLang servers on the CPU, of each of VERSIONS="0.5.12 0.5.23" (the first alone unless given)
+	@folders= && for version in $(VERSIONS); do \
+		folders="$$folders:$$("$(PYTHON)" tools/environment.py sglang-cpu "$$version")" || exit 1; done && \
+		DFEXP_SGLANG="$${folders#:}" $(BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
 
 test-openai-oldest: dev ## the client and the run against the oldest openai that is supported
 	@venv=$$("$(PYTHON)" tools/environment.py oldest) && \

@@ -36,6 +36,7 @@ STAMP, MARK = "dfexp-environment.json", "dfexp-unfinished"
 
 COMPILE = ("--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate")
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_34")
+SGLANG_SERVER = "sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.registry"
 SGLANG_ON_CPU = ("0.5.12", "0.5.23")
 SGLANG = {"newest": "sglang"} | {version: f"sglang=={version}" for version in SGLANG_ON_CPU}
 
@@ -264,12 +265,14 @@ def sglang_cpu(version: str) -> None:
 
     def build(venv: Path) -> None:
         install(venv, [lock], unhashed=torch)
-        env, python = clean_environment(venv), python_of(venv)
+        env = clean_environment(venv) | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        python = python_of(venv)
         with unfinished(venv):
             (packages,) = (venv / "lib").glob("python*/site-packages")
             shutil.copytree(files / "stand_ins", packages, dirs_exist_ok=True)
             run([python, str(files / "make_models.py"), str(venv / "models")], env)
-            run([python, "-c", "import sglang.srt.server_args"], {**env, "SGLANG_USE_CPU_ENGINE": "1"})
+            # Proves that a server can be imported, and leaves the bytecode of it, with which it starts twice as fast.
+            run([python, "-c", f"import {SGLANG_SERVER}"], env)
         say(f"SGLang {version} with its models is ready")
 
     cached(f"sglang-{version}", [lock, torch, *sorted(files.rglob("*.p[yt]*"))], build)

@@ -1,0 +1,116 @@
+"""One real server of each version: it starts, answers, counts and stops. Plain subprocesses, none of dfexp."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .support import LIGHT, NO_BUFFER, OnCpu
+
+START_S, STOP_S = 300, 30
+
+
+def argv(sglang: OnCpu, model: Path, port: int, flags: Mapping[str, Any]) -> list[str]:
+    """The command of a server; a flag that is True is written without a value."""
+    fixed = {"model_path": model, "host": "127.0.0.1", "port": port, "device": "cpu", "enable_metrics": True}
+    words = [str(sglang.python), "-m", "sglang.launch_server"]
+    for name, value in {**fixed, **LIGHT, **flags}.items():
+        words += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+    return words
+
+
+def members(group: int) -> list[psutil.Process]:
+    """The living processes of a process group."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def running(words: list[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own. At the end it gets SIGTERM; what is left of its group then gets SIGKILL."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            words, env={**os.environ, **env}, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        left = members(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        psutil.wait_procs(left, timeout=STOP_S)
+
+
+def get(url: str, body: object = None) -> str:
+    """What a server answers. Raises OSError for everything but a 200."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.status == 200
+        return answer.read().decode()
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> float:
+    """Seconds until a token came back. Fails with the end of the log."""
+    started = time.monotonic()
+    while time.monotonic() - started < START_S and process.poll() is None:
+        with contextlib.suppress(OSError):
+            get(f"{url}/health")
+            return time.monotonic() - started
+        time.sleep(0.2)
+    pytest.fail(f"{process.args} is not healthy, exit status {process.poll()}:\n{log.read_text()[-4000:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_server_starts_answers_counts_and_stops(
+    sglang: OnCpu, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    port, log = free_port(), tmp_path / "server.log"
+    flags = {**NO_BUFFER[sglang.version], "max_running_requests": 4, "max_mamba_cache_size": 20}
+    url = f"http://127.0.0.1:{port}"
+    with running(argv(sglang, sglang.hybrid, port, flags), sglang.env, log) as process:
+        record_property("start_s", wait_until_healthy(process, url, log))
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, "ignore_eos": True}
+        answer = json.loads(get(f"{url}/v1/chat/completions", body))
+        page = get(f"{url}/metrics")
+        children = members(process.pid)
+        record_property("rss_mb", sum(child.memory_info().rss for child in children) // 1_000_000)
+        record_property("cpu_s", sum(sum(child.cpu_times()[:2]) for child in children))
+
+    # One token a byte, and one for each of the template's three marks: <start>user\nhi<end>\n<start>assistant\n
+    assert answer["usage"]["prompt_tokens"] == len("user\nhi" + "\n" + "assistant\n") + 3
+    assert answer["usage"]["completion_tokens"] == 16
+    assert len(answer["choices"][0]["message"]["content"].split()) == 16
+    assert "sglang:realtime_tokens_total{" in page
+    assert "max_running_requests=4," in log.read_text()
+    assert len(children) == 3
+    assert not members(process.pid)
+    with pytest.raises(OSError, match="refused"):
+        get(f"{url}/health")
