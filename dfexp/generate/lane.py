@@ -28,6 +28,7 @@ _HEALTH_EVERY_S = 15.0
 _HEALTH_TIMEOUT_S = 30.0  # SGLang's health check answers after up to 20 s on a busy server
 _MISSES_TO_HANG = 3
 _MOST_DENIED_PAUSE_S = 30.0
+_UNREADABLE = (RequestError, ValueError, TypeError, KeyError)  # pages with counters are somebody else's
 _ERRORS_TO_DOUBT = 8
 """Errors in a row, of any rows, after which a server has to generate a token before it gets another row."""
 
@@ -192,7 +193,7 @@ class Lane:
 
     async def reading(self) -> Reading:
         """What the server has made so far."""
-        with contextlib.suppress(RequestError):  # one that is away makes nothing
+        with contextlib.suppress(*_UNREADABLE):  # one that is away makes nothing
             await self._count()
         return Reading(
             at=time.monotonic(),
@@ -233,7 +234,7 @@ class Lane:
             return 0.0
         try:
             await self._count()
-        except RequestError:
+        except _UNREADABLE:
             return 0.0
         return 0.0 if self._counted is None else now - self._moved_at
 
@@ -276,11 +277,14 @@ class Lane:
         said = scrub(why, self._fleet.key)
         self._events.record("server_down", server=self.name, detail=said, in_flight=len(self.tasks))
         pause_s = 0.5
-        while not (await self._restart() if self.owned else await self._answers()):
-            if self.owned and self._deaths_in_a_row >= self.restart_budget:
+        while True:
+            if self._deaths_in_a_row >= self.restart_budget:
                 if self.state != "quarantined":
                     self._events.record("server_quarantined", server=self.name, restarts=self.restarts)
-                self.state, pause_s = "quarantined", self.quarantine_s
+                self.state = "quarantined"
+                await asyncio.sleep(self.quarantine_s)
+            if await (self._restart() if self.owned else self._answers()):
+                break
             await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 (spreads retries, guards nothing)
             pause_s = min(pause_s * 2, 60.0)
         await self._refresh_limits()
@@ -291,7 +295,7 @@ class Lane:
     async def _restart(self) -> bool:
         """Start the server again. False: it did not come up, and the event says why."""
         self._deaths_in_a_row += 1
-        if 1 < self._deaths_in_a_row <= self.restart_budget:  # it died again before it completed a row
+        if self._deaths_in_a_row > 1:  # it died again before it completed a row
             await asyncio.sleep(min(60.0, 0.5 * 2**self._deaths_in_a_row))
         self.restarts += 1
         why = await self._start(lambda: self._fleet.restart(self.name))
