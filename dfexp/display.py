@@ -221,8 +221,8 @@ def limits(statuses: Sequence[ServerStatus]) -> Table:
         rows.append(row)
     note = (
         "requests at once: decoded together, the rest waits. tokens per request: prompt and answer. tokens, all"
-        " requests: the KV pool. state slots: of a hybrid model, several for each request. memory implied: computed from"
-        " model and limits. RAM now: measured, with shared pages."
+        " requests: the KV pool. state slots: of a hybrid model, several for each request. memory implied: computed"
+        " from model and limits. RAM now: measured, with shared pages."
         " A dash is what the engine does not say."
     )
     return Table(name="limits", title="What each server says of its room", rows=rows, note=note)

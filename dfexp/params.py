@@ -64,10 +64,15 @@ class SglangFleet(OwnFleet):
     gpus: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="GPUs to use; default: the first ones")
     flags: FlagValues = Field(default_factory=dict, description="SGLang flags by name, _ for -")
     env: dict[EnvName, str] = Field(default_factory=dict, description="more environment variables for the servers")
-    first_port: int | None = Field(None, ge=1024, le=65000, description="first of the ports in a row; default: free ones")
+    first_port: int | None = Field(
+        None, ge=1024, le=65000, description="first of the ports in a row; default: free ones"
+    )
     stagger_s: float = Field(60.0, ge=0, description="longest wait for one server's weights before the next one starts")
     check_content: bool = Field(True, description="a new server must also answer six requests at once with text")
-    least_share_of_plan: float = Field(0.9, ge=0, le=1, description="least room, of what `plan` predicts, to begin with")
+    least_share_of_plan: float = Field(
+        0.9, ge=0, le=1, description="least room, of what `plan` predicts, to begin with"
+    )
+    accepted_checks: list[str] = Field(default_factory=list, description="checks of preflight that may fail, by name")
     start_timeout_s: float = Field(1800.0, gt=0, description="time to the first generated token of all")
 
     @field_validator("env")

@@ -67,7 +67,8 @@ class PlanGroup(PlanPart):
     """What the capacity model needs to know of a run on SGLang."""
 
     model: str | None = Field(
-        None, description="path of a model's folder or config.json, or a name in the shipped table; default: fleet.model"
+        None,
+        description="path of a model's folder or config.json, or a name in the shipped table; default: fleet.model",
     )
     weights_gib: Positive | None = Field(None, description="all weights of one copy, where known better")
     weight_dtype: Literal["bfloat16", "fp8"] | None = Field(None, description="default: the checkpoint's")

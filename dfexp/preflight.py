@@ -9,7 +9,7 @@ import resource
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -70,14 +70,30 @@ def checks_for(spec: RunSpec, root: Path) -> list[Check]:
     engine = engine_for(spec.fleet, root)
     checks, chosen, version = _sglang(engine) if isinstance(engine, SglangEngine) else ([], [], "")
     prepared, capacity = _capacity(spec, root, version, chosen)
-    return [*checks, *capacity, *_machine(spec, root, prepared)]
+    return accepted([*checks, *capacity, *_machine(spec, root, prepared)], getattr(spec.fleet, "accepted_checks", ()))
+
+
+def accepted(checks: Sequence[Check], names: Sequence[str]) -> list[Check]:
+    """The checks, those of these names as notes where they failed. Raises FleetError: no check has such a name."""
+    known = [check.name for check in checks]
+    if unknown := sorted(set(names).difference(known)):
+        raise FleetError(f"fleet.accepted_checks: there is no check {unknown[0]!r}, but {', '.join(known)}.")
+    return [
+        replace(check, state="note", found=f"failed, and accepted: {check.found}")
+        if check.state == "fail" and check.name in names
+        else check
+        for check in checks
+    ]
 
 
 def require(spec: RunSpec, root: Path) -> list[Check]:
     """The checks, none of which failed. Raises FleetError that lists every failed one with its fix."""
     checks = checks_for(spec, root)
     if failed := [check for check in checks if check.state == "fail"]:
-        raise FleetError(f"{len(failed)} check(s) failed; nothing was started.\n{render(failed)}")
+        raise FleetError(
+            f"{len(failed)} check(s) failed; nothing was started.\n{render(failed)}\nTo start in spite of a check that"
+            " is wrong here, name it in fleet.accepted_checks."
+        )
     return checks
 
 

@@ -20,6 +20,8 @@ from dfexp.errors import FleetError
 from dfexp.hardware import GpuNow, gpus_now, held_bytes
 from dfexp.preflight import (
     Check,
+    accepted,
+    judged,
     of_attention,
     of_driver,
     of_flags,
@@ -469,3 +471,12 @@ def test_the_command_lists_what_is_missing_and_what_would_run(project: Path) -> 
 def test_the_command_succeeds_where_nothing_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["preflight", "params/a.yaml", "--set", "fleet={engine: llamacpp}"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["pass", "pass"]
+
+
+def test_a_check_that_is_wrong_here_can_be_accepted() -> None:
+    checks = [judged("CUDA toolkit", "there is none", ""), judged("ports", "in use: 30000", ""), judged("disk", "", "67 GiB")]
+    found = {check.name: check for check in accepted(checks, ["CUDA toolkit", "disk"])}
+    assert (found["CUDA toolkit"].state, found["CUDA toolkit"].found) == ("note", "failed, and accepted: there is none")
+    assert (found["ports"].state, found["disk"].state) == ("fail", "pass")
+    with pytest.raises(FleetError, match="there is no check 'nvc', but CUDA toolkit, ports, disk"):
+        accepted(checks, ["nvc"])

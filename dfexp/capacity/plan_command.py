@@ -84,7 +84,7 @@ def require_room(spec: RunSpec, root: Path, limits: Mapping[str, ServerLimits | 
     said = next((each.engine_version for each in limits.values() if each and each.engine_version), None)
     version = said.partition(" ")[2] if said else spec.plan.sglang_version
     plan = plan_of(spec, root).model_copy(update={"sglang_version": version, "prompts": 1, "shared_prefix_share": 0.0})
-    expected = make_plan(prepare(plan, []).setting).current.memory
+    expected = prepare(plan, []).setting.memory()
     short = [
         f"  {name}: {number} is {actual:,}, {actual / predicted:.0%} of the {predicted:,} predicted"
         for name, each in limits.items()

@@ -28,7 +28,10 @@ def preflight_run(args: argparse.Namespace) -> int:
     checks = preflight.checks_for(spec, root)
     print(preflight.render(checks))
     for version, commands in preflight.launches_for(spec, root).items():
-        print(f"\nwith SGLang {version}, each with a private file for its API key:", *commands, sep="\n  ")
+        print(f"\nwith SGLang {version}, and for each server a private file with its API key:\n  {commands[0]}")
+        known = set(commands[0].split())
+        for number, command in enumerate(commands[1:], 2):
+            print(f"  server {number}: the same with {', '.join(w for w in command.split() if w not in known)}")
     return EXIT_FAILED if any(check.state == "fail" for check in checks) else EXIT_OK
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dfexp import fleet, params
+from dfexp.capacity.plan_command import require_room
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
 from dfexp.generate.reconfigure import reconfigure as change
 from dfexp.layout import FleetFolder, project_root
@@ -17,7 +18,9 @@ def up(args: argparse.Namespace) -> int:
     the_fleet, started = fleet.up(spec, root)
     the_fleet.wait_ready(spec.fleet.start_timeout_s)
     print(f"{'launched' if started else 'running already'}; stop it with: dfexp fleet down {the_fleet.name}")
-    return print_fleet(the_fleet)
+    outcome = print_fleet(the_fleet)
+    require_room(spec, root, {each.name: each.limits for each in the_fleet.status()})
+    return outcome
 
 
 def status(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from dfexp.records import ServerLimits
 
 # Classes in modules of dfexp.engines.
 _ENGINES = {"llamacpp": "LlamacppEngine", "sglang": "SglangEngine", "external": "ExternalEngine"}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Below every system's range of ephemeral ports: a client's outgoing connection can then never sit on the port of a
 # server that is down, nor connect to itself while it tries to reach one.
 _PORTS = range(20000, 32000)
@@ -38,6 +39,11 @@ class Server:
     pid: int | None = None  # leads its own session; None before the start
     process_started: str | None = None  # start stamp (`ProcessId`), which tells it from a later process of that pid
     settings: Mapping[str, Any] | None = None  # its fleet parameters, where they are not those of the fleet
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Its GPUs, by index or UUID; empty where it is not bound to any."""
+        return tuple(filter(None, self.env.get(VISIBLE, "").split(",")))
 
     @property
     def process(self) -> ProcessId:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.startup_log import Startup, read_startup
-from dfexp.engines.base import Server, address, free_ports, port_of, start_log
+from dfexp.engines.base import VISIBLE, Server, address, free_ports, port_of, start_log
 from dfexp.engines.http import get_json, get_text
 from dfexp.engines.pages import limits_from, tokens_so_far
 from dfexp.engines.sglang_flags import argv_for, gpus_per_server
@@ -25,7 +25,6 @@ from dfexp.layout import FleetFolder
 from dfexp.params import SglangFleet
 from dfexp.records import ServerLimits
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _HEAD_BYTES = 65536
 
 
@@ -77,17 +76,17 @@ class SglangEngine:
         return look(self.python, self._device_env | dict(self.group.env), self.root, argv)
 
     def gpus(self) -> list[tuple[str, ...]]:
-        """The GPUs of each server, as CUDA_VISIBLE_DEVICES names them; empty tuples on a CPU.
+        """The GPUs of each server, as CUDAVISIBLE_DEVICES names them; empty tuples on a CPU.
 
-        A CUDA_VISIBLE_DEVICES of this process, as batch systems set it, says which GPUs there are to take from.
+        A CUDAVISIBLE_DEVICES of this process, as batch systems set it, says which GPUs there are to take from.
         """
         if self.group.device == "cpu":
             return [()] * self.group.servers
         each = gpus_per_server(self.group.flags)
-        seen = os.environ.get(_VISIBLE, "").split(",") if os.environ.get(_VISIBLE) else None
+        seen = os.environ.get(VISIBLE, "").split(",") if os.environ.get(VISIBLE) else None
         wanted = self.group.gpus or list(range(len(seen) if seen else each * self.group.servers))
         if len(wanted) < each * self.group.servers or (seen and max(wanted) >= len(seen)):
-            there = f"{_VISIBLE} is {','.join(seen)}" if seen else f"fleet.gpus is {wanted}"
+            there = f"{VISIBLE} is {','.join(seen)}" if seen else f"fleet.gpus is {wanted}"
             raise FleetError(
                 f"{self.group.servers} server(s) of {each} GPU(s) each need {each * self.group.servers} GPUs, but"
                 f" {there}. Lower fleet.servers, or change fleet.gpus."
@@ -119,7 +118,8 @@ class SglangEngine:
         return {"SGLANG_USE_CPU_ENGINE": "1"} if self.group.device == "cpu" else {}
 
     def _env(self, gpus: tuple[str, ...]) -> dict[str, str]:
-        chosen = {_VISIBLE: ",".join(gpus)} if gpus else {}
+        # Ordered as the driver lists them: by default CUDA puts the fastest first.
+        chosen = {VISIBLE: ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpus else {}
         return chosen | self._device_env | dict(self.group.env)
 
     def outside_key(self) -> None:

@@ -28,12 +28,14 @@ from dfexp.fleet.record import (
     write_record,
 )
 from dfexp.fleet.waiting import Launch, wait_for_one
+from dfexp.hardware import held_bytes
 from dfexp.layout import FleetFolder
 from dfexp.params import AnyFleet
 from dfexp.processes import ProcessId
 from dfexp.records import ServerLimits
 
-_LAST_LINES, _CHANGE_DRAIN_S = 12, 10.0
+_LAST_LINES, _CHANGE_DRAIN_S, _MEMORY_BACK_S, _PAUSE_S = 12, 10.0, 15.0, 0.2
+_DRIVER_BYTES = 2**29  # what a driver may hold more on a GPU than before, without any process there
 _Said = TypeVar("_Said")
 
 
@@ -214,10 +216,28 @@ class Fleet:
     def stop_locked(self, drain_s: float) -> list[str]:
         """Stop the servers and remove what is private and what records them."""
         lines = spawn.stop(self.identity, [one for one in self.servers if one.argv is not None], drain_s)
+        lines += self._memory_back()
         lines += [f"{one.name}: left alone, somebody else runs it" for one in self.servers if one.argv is None]
         for path in (*self.folder.path.glob("server-*"), self.folder.key, self.folder.fleet_json):
             path.unlink(missing_ok=True)
         return lines
+
+    def _memory_back(self) -> list[str]:
+        """Whether the memory of the GPUs is as free as before the launch; the driver needs a moment to free it."""
+        gpus, before = {name for server in self.servers for name in server.gpus}, self._record.gpu_bytes_before
+        if before is None:
+            return []
+        most = before + len(gpus) * _DRIVER_BYTES
+        end = time.monotonic() + _MEMORY_BACK_S
+        while (held := held_bytes(gpus) or 0) > most and time.monotonic() < end:
+            time.sleep(_PAUSE_S)
+        used = f"{held / 2**30:.1f} GiB in use on GPU {', '.join(sorted(gpus))}, {before / 2**30:.1f} before the launch"
+        told = (
+            used
+            if held <= most
+            else f"NOT BACK: {used}. No process of this fleet is left; nvidia-smi shows whose it is"
+        )
+        return [f"GPU memory: {told}"]
 
     @contextlib.contextmanager
     def lease(self, purpose: str) -> Iterator[None]:

@@ -11,6 +11,7 @@ from dfexp.errors import FleetError
 from dfexp.fleet import spawn
 from dfexp.fleet.fleet import Fleet
 from dfexp.fleet.record import FleetRecord, changing, differences, read_record
+from dfexp.hardware import held_bytes
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import OwnFleet, RunSpec, SglangFleet
@@ -81,7 +82,8 @@ def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> F
             key = secrets.token_urlsafe(32)
             write_atomic(folder.key, key.encode(), mode=0o600)
         servers = tuple(engine.plan(folder, key))
-        fleet.save_locked(servers=servers)
+        gpus = {name for server in servers for name in server.gpus}
+        fleet.save_locked(servers=servers, gpu_bytes_before=held_bytes(gpus) if gpus else None)
         own = isinstance(spec.fleet, OwnFleet) and (spec.fleet.canary_first or spec.fleet.stagger_s > 0)
         for server in servers[:1] if own else servers:  # the others are started by whoever waits for them
             if server.argv is not None:

@@ -18,7 +18,10 @@ from dfexp.layout import FleetFolder
 from dfexp.params import AnyFleet, OwnFleet
 
 # What says nothing about the servers themselves, only about how they are started and watched.
-_NOT_OF_SERVERS = {"name", "start_timeout_s", "stagger_s", "canary_first", "check_content", "least_share_of_plan"}
+_NOT_OF_SERVERS = {
+    *("name", "start_timeout_s", "stagger_s", "canary_first", "check_content", "least_share_of_plan"),
+    "accepted_checks",
+}
 # What all servers share, or what decides where they are.
 _FIXED = ("engine", "servers", "host", "first_port", "gpus", "device", "model")
 
@@ -31,6 +34,7 @@ class FleetRecord:
     spec: AnyFleet  # the parameters as launched
     root: Path  # what relative paths in them are relative to
     servers: tuple[Server, ...]
+    gpu_bytes_before: int | None = None  # in use on their GPUs before the launch; None where no driver tells
     ready: bool = False  # whether all have answered once; until then the fleet is being launched
 
 

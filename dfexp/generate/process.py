@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dfexp import fleet
+from dfexp.capacity.plan_command import require_room
 from dfexp.errors import DfexpError, RequestError, RunError
 from dfexp.fleet import Fleet
 from dfexp.generate import identity
@@ -20,8 +21,10 @@ from dfexp.generate.start import ALL_KINDS, fleet_folder, read_spec
 from dfexp.generate.work import WorkQueue
 from dfexp.jsonl import read_json, write_json
 from dfexp.layout import RunFolder
+from dfexp.params import RunSpec
 from dfexp.processes import ProcessId
 from dfexp.prompts import FrozenPrompts
+from dfexp.records import ServerLimits
 from dfexp.shards import Shards
 
 EXIT_CODES = {"ended": 0, "failed": 1, "stopped": 3}
@@ -62,7 +65,7 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
             )
         )
         events = stack.enter_context(EventLog(folder.events))
-        limits = {each.name: each.limits if each.state == "ready" else None for each in the_fleet.status()}
+        limits = _limits(the_fleet, spec, root)
         model = the_fleet.model_name()
         _record(folder, the_fleet, prints)
         configs = Configs(
@@ -99,6 +102,13 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
         state, reason = asyncio.run(Loop(setup, WorkQueue(pending, len(pending))).run())
         events.record(f"run_{state}", detail=reason, done=shards.done, failed=shards.failed, asked=frozen["asked"])
     return EXIT_CODES[state]
+
+
+def _limits(the_fleet: Fleet, spec: RunSpec, root: Path) -> dict[str, ServerLimits | None]:
+    """The room of each server, None for one that does not answer. Raises TooLittleRoom: not what was planned."""
+    limits = {each.name: each.limits if each.state == "ready" else None for each in the_fleet.status()}
+    require_room(spec, root, limits)
+    return limits
 
 
 def _model_fingerprint(the_fleet: Fleet) -> str:
