@@ -45,6 +45,7 @@ class FleetFolder:
         self.key = path / "key"  # the API key, mode 0600
         self.lock = path / "lock"  # held by the run that uses the fleet
         self.logs = path / "logs"  # one log a server, mode 0600
+        self.events = path / "events.jsonl"  # changes of settings that were made without a run
 
     @classmethod
     def named(cls, root: Path, outputs: str, name: str) -> Self:

@@ -38,7 +38,7 @@ def reconfigure(spec: RunSpec, root: Path, tell: Callable[[str], None], **terms:
     holder, _, pid = (the_fleet.lease_holder() or "").rpartition(" (pid")
     if not pid:
         tell("no run uses this fleet: the answers of each server are checked, its speed is not")
-        with the_fleet.lease("dfexp fleet reconfigure"), EventLog(the_fleet.folder.path / "events.jsonl") as events:
+        with the_fleet.lease("dfexp fleet reconfigure"), EventLog(the_fleet.folder.events) as events:
             status = asyncio.run(change_idle(the_fleet, spec, events))
         tell(status["text"])
         return bool(status["state"] == DONE)

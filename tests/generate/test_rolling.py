@@ -217,6 +217,34 @@ async def test_servers_that_differ_after_a_stop_are_told_and_have_their_own_conf
     assert told.endswith("all servers have these settings already: there is nothing to change\n")
 
 
+@pytest.mark.slow
+async def test_deaths_of_servers_and_of_the_run_in_the_middle_lose_nothing(rolled: Rolled) -> None:
+    folder = await rolled.start(rolled.spec())
+    asked = asyncio.create_task(rolled.change(rolled.spec(cap=4), canary_s=2.0))
+    await rolled.project.until(folder, lambda s: (s.get("rollout") or {}).get("state") == "server_reconfigured", 40.0)
+    canary = (control.read_status(folder) or {})["rollout"]["server"]
+    (other,) = [server for server in rolled.fleet().servers if server.name != canary]
+    os.kill(other.pid, signal.SIGKILL)
+    changed, told = await asked
+    assert changed, told
+    assert "server_back" in rolled.project.events(folder)
+
+    asked = asyncio.create_task(rolled.change(rolled.spec(cap=2), canary_s=0.0))
+    await rolled.project.until(folder, lambda s: (s.get("rollout") or {}).get("state") == "server_draining", 40.0)
+    await asyncio.to_thread(rolled.project.kill, folder)
+    with pytest.raises(RunError, match="ended before the change"):
+        await asked
+    folder = await rolled.start(rolled.spec(cap=4))
+    done = (control.read_status(folder) or {})["done"]
+    await rolled.project.until(folder, lambda s: s.get("done", 0) > done + 50)
+    changed, told = await rolled.change(rolled.spec(cap=2), canary_s=0.0)
+    assert changed, told
+    await rolled.stop(folder)
+    rows = rolled.project.rows(folder)
+    assert len({row["index"] for row in rows}) == len(rows)
+    assert rolled.project.failures(folder) == []
+
+
 async def test_what_servers_cannot_be_changed_to_costs_nothing(rolled: Rolled) -> None:
     folder = await rolled.start(rolled.spec())
     for change in ({"servers": 3}, {"flags": {"no_such_flag": 1}}):
