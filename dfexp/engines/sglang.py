@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+from dfexp.capacity.flags import own_name
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.startup_log import Startup, read_startup
 from dfexp.engines.base import VISIBLE, Server, address, free_ports, port_of, start_log
@@ -26,6 +27,11 @@ from dfexp.params import SglangFleet
 from dfexp.records import ServerLimits
 
 _HEAD_BYTES = 65536
+# Flags after which the same model says other things.
+_CHANGE_OUTPUTS = (
+    *("dtype", "quantization", "kv_cache_dtype", "mamba_ssm_dtype", "json_model_override_args", "revision"),
+    *("chat_template", "reasoning_parser", "lora_paths", "enable_fp32_lm_head"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +51,22 @@ class SglangEngine:
                 " an environment that has it: fleet.python."
             )
         flags = argv_for(self.group.flags, installed.sglang_version, installed.flags)
-        group, servers = self.group, []
+        group, servers, gpus = self.group, [], [server.gpus for server in at] or self.gpus()
+        if any(len(names) not in (0, gpus_per_server(group.flags)) for names in gpus):
+            raise EngineStartError("another number of GPUs per server (tp_size, pp_size, dp_size) needs a new launch.")
         if at:
             ports = [port_of(server) for server in at]
         elif group.first_port:
             ports = list(range(group.first_port, group.first_port + group.servers))
         else:
             ports = free_ports(group.host, group.servers)
-        environments = [dict(server.env) for server in at] or [self._env(gpus) for gpus in self.gpus()]
-        for port, env in zip(ports, environments, strict=True):
+        for port, names in zip(ports, gpus, strict=True):
             config = folder.path / f"server-{port}.yaml"
             write_atomic(config, f"api-key: {key}\n".encode(), mode=0o600)
             name = address(group.host, port)
             argv = (*self.command(port), "--config", str(config), *flags)
             log = str(folder.logs / f"server-{port}.log")
-            servers.append(Server(name=name, url=f"http://{name}", argv=argv, env=env, log=log))
+            servers.append(Server(name=name, url=f"http://{name}", argv=argv, env=self._env(names), log=log))
         return servers
 
     def command(self, port: int) -> tuple[str, ...]:
@@ -130,16 +137,21 @@ class SglangEngine:
         return self.served_name
 
     def model_fingerprint(self, url: str, key: str) -> str:
-        """Name and a hash over the names, sizes and beginnings of the model's files; the name alone for a hub's."""
-        folder = Path(self.model_path)
+        """Name, the flags that change what the model says, and a hash over its files: names, sizes and beginnings.
+
+        Without the hash for a model of the hub.
+        """
+        given = {own_name(flag): value for flag, value in self.group.flags.items()}
+        told = ["", *(f"{flag}={given[flag]}" for flag in _CHANGE_OUTPUTS if given.get(flag) is not None)]
+        folder, name = Path(self.model_path), self.served_name + " ".join(told)
         if not folder.is_dir():
-            return self.served_name
+            return name
         digest = hashlib.sha256()
         for path in sorted(folder.iterdir()):
             if path.suffix in (".json", ".safetensors", ".jinja", ".bin", ".txt"):
                 with path.open("rb") as file:
                     digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD_BYTES))
-        return f"{self.served_name} {digest.hexdigest()}"
+        return f"{name} {digest.hexdigest()}"
 
     def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """From the startup log, which stands still; /server_info, slow on a busy server, where the log does not tell.

@@ -162,6 +162,17 @@ class Fleet:
             self.start_locked(server)
         return self
 
+    def check_change(self, group: AnyFleet) -> None:
+        """Raise FleetError for settings that cannot be given one by one, or with which the model says other things."""
+        check_change(self.group, group)
+        url, root = self.servers[0].url, self._record.root
+        old, new = (engine_for(each, root).model_fingerprint(url, self.key) for each in (self.group, group))
+        if old != new:
+            raise FleetError(
+                f"the model would say other things ({old!r} -> {new!r}), and the rows of one run must come from one"
+                " model. Stop the fleet, launch it again with these settings, and choose another name for `run`."
+            )
+
     def reconfigure(self, name: str, group: AnyFleet) -> None:
         """Stop server `name` and start it on the same address with the settings of `group`, without waiting.
 
@@ -171,7 +182,7 @@ class Fleet:
         with changing(self.folder):
             self.reread()
             server = self.server(name)
-            check_change(self.group, group)
+            self.check_change(group)
             planned = engine_for(group, self._record.root).plan(self.folder, self.key, at=[server])
             spawn.stop(self.identity, [server], _CHANGE_DRAIN_S)
             own = None if group == self.group else group.model_dump(mode="json")

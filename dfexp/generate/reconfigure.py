@@ -13,7 +13,7 @@ from typing import Any
 from dfexp import control, fleet
 from dfexp.engines.base import engine_for
 from dfexp.errors import LockedError, RunError
-from dfexp.fleet.record import check_change, differences
+from dfexp.fleet.record import differences
 from dfexp.generate.events import EventLog
 from dfexp.generate.rolling import DONE, FINAL, change_idle
 from dfexp.generate.start import fleet_folder
@@ -29,7 +29,7 @@ def reconfigure(spec: RunSpec, root: Path, tell: Callable[[str], None], **terms:
     fleet, RunError when the run refuses or ends.
     """
     the_fleet = fleet.attach(fleet_folder(spec, root))
-    check_change(the_fleet.group, spec.fleet)
+    the_fleet.check_change(spec.fleet)
     if not any(differences(the_fleet.settings(server.name), spec.fleet) for server in the_fleet.servers):
         tell("all servers have these settings already: there is nothing to change")
         return True

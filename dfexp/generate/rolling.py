@@ -18,7 +18,7 @@ from dfexp import rollout
 from dfexp.engines import content
 from dfexp.errors import RunError
 from dfexp.fleet import Fleet, scrub
-from dfexp.fleet.record import check_change, differences
+from dfexp.fleet.record import differences
 from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
 from dfexp.generate.identity import request_fields
@@ -48,7 +48,7 @@ class Rolling:
         """Begin; raises RunError or FleetError for what cannot be done, and then nothing has changed."""
         if self.task is not None and not self.task.done():
             raise RunError("another change of this fleet's settings is going on. Wait until it has ended.")
-        check_change(self.fleet.group, terms.group)
+        self.fleet.check_change(terms.group)
         if not (todo := self._todo(terms.group)):
             raise RunError("all servers have these settings already: there is nothing to change.")
         self.status, self.cut_off = {"id": terms.ident, "steps": []}, 0
