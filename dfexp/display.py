@@ -13,6 +13,7 @@ from IPython.display import DisplayHandle
 from dfexp import control
 from dfexp.errors import ControlError, RunError, RunStopped
 from dfexp.fleet import Fleet, ServerStatus
+from dfexp.generate.rolling import FINAL
 from dfexp.layout import RunFolder
 from dfexp.preflight import Check
 from dfexp.records import Answer, ServerLimits
@@ -95,6 +96,8 @@ def line(status: Mapping[str, Any] | None) -> str:
         parts.append(f"{text(float(status['tok_per_s']))} completion tok/s (client, last {status['window_s']:.0f} s)")
     if status["state"] == "running" and status["eta_s"] is not None:
         parts.append(f"about {duration(status['eta_s'])} left")
+    if (rollout := status.get("rollout")) and rollout["state"] not in FINAL:
+        parts.append(str(rollout["text"]))
     if status["state"] in ("stopped", "failed") and status["reason"]:
         parts.append(str(status["reason"]))
     return ", ".join(parts)

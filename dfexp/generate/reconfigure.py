@@ -39,9 +39,7 @@ def reconfigure(spec: RunSpec, root: Path, tell: Callable[[str], None], **terms:
     if not pid:
         tell("no run uses this fleet: the answers of each server are checked, its speed is not")
         with the_fleet.lease("dfexp fleet reconfigure"), EventLog(the_fleet.folder.events) as events:
-            status = asyncio.run(change_idle(the_fleet, spec, events))
-        tell(status["text"])
-        return bool(status["state"] == DONE)
+            return asyncio.run(change_idle(the_fleet, spec, events, tell))
     if not holder.startswith("run "):
         raise LockedError(f"fleet {the_fleet.name!r} is in use by {holder}. Wait until that has ended.")
     folder, ident = RunFolder(root / spec.outputs / holder.removeprefix("run ")), secrets.token_hex(4)

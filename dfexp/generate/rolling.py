@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -161,8 +161,9 @@ class Rolling:
         self.status["steps"] = steps
 
 
-async def change_idle(fleet: Fleet, spec: RunSpec, events: EventLog) -> dict[str, Any]:
-    """The same for a fleet that no run feeds: nothing to drain and nothing to compare. Returns the last status."""
+async def change_idle(fleet: Fleet, spec: RunSpec, events: EventLog, tell: Callable[[str], None]) -> bool:
+    """The same for a fleet that no run feeds: nothing to drain and nothing to compare. Whether all was changed."""
+    events.repeats, told = False, 0
     limits = {each.name: each.limits for each in await asyncio.to_thread(fleet.status)}
     model = await asyncio.to_thread(fleet.model_name)
     async with AsyncExitStack() as stack:
@@ -171,5 +172,11 @@ async def change_idle(fleet: Fleet, spec: RunSpec, events: EventLog) -> dict[str
             stack.push_async_callback(lane.client.aclose)
         rolling = Rolling(fleet=fleet, lanes=lanes, events=events, generation=spec.generation)
         rolling.start(Terms(ident="", group=spec.fleet, canary_s=0.0, least_speed=0.0))
-        await asyncio.gather(*filter(None, [rolling.task]))
-    return rolling.status or {}
+        while True:
+            over, steps = rolling.task is None or rolling.task.done(), (rolling.status or {})["steps"]
+            for step in steps[told:]:
+                tell(step)
+            if over:
+                return bool(rolling.status and rolling.status["state"] == DONE)
+            told = len(steps)
+            await asyncio.sleep(0.2)

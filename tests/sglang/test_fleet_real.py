@@ -56,7 +56,7 @@ def spec_of(sglang: OnCpu, run: str, prompts: int = 60, **fleet: Any) -> RunSpec
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("project")
     (root / "params").mkdir()
-    rows = (json.dumps({"prompt": f"tell me a story about {number} servers"}) + "\n" for number in range(400))
+    rows = (json.dumps({"prompt": f"tell me a story about {number} servers"}) + "\n" for number in range(600))
     (root / "prompts.jsonl").write_text("".join(rows))
     return root
 
@@ -195,14 +195,14 @@ def test_a_frozen_server_is_found_and_replaced(fleet: Fleet, sglang: OnCpu, proj
 def test_a_rolling_change_of_the_cap_loses_nothing(fleet: Fleet, sglang: OnCpu, project: Path) -> None:
     for flags, old, new in ((FOUR, 6, 4), (SIX, 4, 6)):
         path, run = project / "params" / f"{new}.yaml", f"changed-to-{new}"
-        path.write_text(json.dumps(tree(sglang, run, 160, flags=flags)))
-        folder = generate.start(spec_of(sglang, run, 160, flags=SIX if new == 4 else FOUR), project)
+        path.write_text(json.dumps(tree(sglang, run, 600, flags=flags)))
+        folder = generate.start(spec_of(sglang, run, 600, flags=SIX if new == 4 else FOUR), project)
         until(folder, 5)
         command = [*DFEXP, "fleet", "reconfigure", str(path), "--canary-s", "10", "--least-speed", "0.05"]
         done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=RUN_S)
         print(done.stdout)
         assert done.returncode == 0, done.stdout + done.stderr
-        ended(folder, 160)
+        ended(folder, 600)
         changed = events(folder, "server_reconfigured")
         assert [(event["old_cap"], event["new_cap"]) for event in changed] == [(old, new)] * 2
         assert len(events(folder, "rollout_done")) == 1

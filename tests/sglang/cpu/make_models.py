@@ -19,6 +19,7 @@ SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvwyz" for vowel in 
 WORDS = [f" {first}{last}" for first in SYLLABLES[::3] for last in SYLLABLES[::5]]
 SIZES = {
     "hidden_size": 64,
+    "initializer_range": 0.1,  # large enough for what came before to decide what follows
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -47,12 +48,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def write_in_words(model: Qwen3ForCausalLM | Qwen3NextForCausalLM, first_word: int) -> None:
     """Let the model write words, or end, and never single bytes, which would seldom be valid UTF-8.
 
-    One channel carries the same large value through all layers; the output layer subtracts it from all other tokens.
+    The first channel carries the same value from the embedding through all layers, which write zeros to it; the output
+    layer subtracts it from every other token.
     """
     with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+                weights[..., 0, :] = 0.0
         model.get_input_embeddings().weight[:, 0] = 1.0
         output = model.get_output_embeddings().weight
-        output[:, 0] = -2.0
+        output[:, 0] = -100.0
         output[first_word:, 0] = 0.0
         output[model.config.eos_token_id, 0] = 0.0
 
