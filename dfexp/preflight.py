@@ -24,7 +24,7 @@ from dfexp.capacity.shape import GIB
 from dfexp.engines.base import engine_for
 from dfexp.engines.sglang import SglangEngine
 from dfexp.engines.sglang_flags import SHIPPED, argv_for, gpus_per_server
-from dfexp.engines.sglang_install import Installation
+from dfexp.engines.sglang_install import FIX, Installation
 from dfexp.errors import DfexpError, FleetError
 from dfexp.hardware import CONTEXT_MIB, GpuNow, find_gpu, gpus_now
 from dfexp.jsonl import read_json
@@ -161,7 +161,7 @@ def _sglang(engine: SglangEngine) -> tuple[list[Check], list[GpuNow], str]:
 def of_sglang(installed: Installation | None, problem: str) -> Check:
     """Whether there is an SGLang that can be imported and is new enough. `problem`: with the interpreter itself."""
     if installed is None:
-        return judged("SGLang", problem, "")
+        return judged("SGLang", problem.removesuffix(f" {FIX}"), "")
     version, where = installed.sglang_version, f"in {installed.python} (Python {installed.python_version})"
     problem = "there is no package sglang" if version is None else _tried(partial(rules, version))[1]
     if version and not problem and not installed.flags:

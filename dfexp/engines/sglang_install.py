@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from dfexp.errors import FleetError
 
 _PROBE = Path(__file__).with_name("sglang_probe.py")
-_FIX = (
+FIX = (
     "Make an environment with SGLang (python -m venv sglang-env; sglang-env/bin/pip install sglang) and name its"
     " interpreter: fleet.python: sglang-env/bin/python."
 )
@@ -83,4 +83,4 @@ def _look(
     except ValidationError:
         said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-300:]
         why = f"is no Python that works (exit status {done.returncode}): {said!r}"
-    raise FleetError(f"fleet.python: {python} {why}. {_FIX}")
+    raise FleetError(f"fleet.python: {python} {why}. {FIX}")
