@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 NVML = """
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 typedef unsigned int U;
@@ -30,7 +31,10 @@ int nvmlDeviceGetUUID(void *device, char *uuid, U size) {
 }
 int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) { *major = 12; *minor = 1; return 0; }
 int nvmlDeviceGetMemoryInfo(void *device, L *sizes) {
-    sizes[0] = 96ull << 30; sizes[2] = device == &first ? 1ull << 30 : 80ull << 30; sizes[1] = sizes[0] - sizes[2];
+    L gib = 1;
+    FILE *file = getenv("USED") ? fopen(getenv("USED"), "r") : 0;
+    if (file) { fscanf(file, "%llu", &gib); fclose(file); }
+    sizes[0] = 96ull << 30; sizes[2] = device == &first ? gib << 30 : 80ull << 30; sizes[1] = sizes[0] - sizes[2];
     return 0;
 }
 int nvmlDeviceGetMigMode(void *device, U *now, U *later) {
@@ -51,6 +55,33 @@ import dataclasses, json
 from dfexp.hardware import gpus_now, held_bytes
 held = [held_bytes(names) for names in (["0"], ["GPU-b"], ["0", "1"], ["7"])]
 print(json.dumps({**dataclasses.asdict(gpus_now()), "held": held}))
+"""
+DOWN = """
+import sys
+from pathlib import Path
+from dfexp.engines.base import Server, engine_for
+from dfexp.fleet import Fleet
+from dfexp.fleet.record import FleetRecord, changing
+from dfexp.hardware import held_bytes
+from dfexp.layout import FleetFolder
+from dfexp.params import LlamacppFleet
+folder, used = FleetFolder(Path(sys.argv[1])), sys.argv[2]
+folder.logs.mkdir(parents=True)
+hold = f"open({used!r}, 'w').write('70'); print('loaded', flush=True); import time; time.sleep(600)"
+server = Server(name="a:1", url="http://a:1", argv=(sys.executable, "-c", hold), log=str(folder.logs / "log"),
+                env={"CUDA_VISIBLE_DEVICES": "0"})
+group = LlamacppFleet(engine="llamacpp")
+before = held_bytes(["0"])
+record = FleetRecord(identity="abc", spec=group, root=folder.path, servers=(server,), gpu_bytes_before=before)
+fleet = Fleet(folder, engine_for(group), record)
+with changing(folder):
+    fleet.save_locked()
+    fleet.start_locked(server)
+while "loaded" not in (folder.logs / "log").read_text():
+    pass
+if sys.argv[3] == "freed":
+    open(used, "w").write("1")
+print("\\n".join(fleet.down(drain_s=0)))
 """
 GIB = 2**30
 
@@ -99,3 +130,22 @@ def test_a_driver_that_does_not_answer_is_a_reason_and_no_error(library: Path) -
     found = asked(library, NO_DRIVER="1")
     assert (found["gpus"], found["driver_cuda"], found["held"]) == ([], None, [None] * 4)
     assert found["reason"] == "the NVIDIA driver does not answer: Driver Not Loaded"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fate", "words"),
+    [
+        ("freed", "GPU memory: 1.0 GiB in use on GPU 0, 1.0 before the launch"),
+        ("kept", "GPU memory: NOT BACK: 70.0 GiB in use on GPU 0, 1.0 before the launch."),
+    ],
+)
+def test_a_fleet_that_goes_down_says_whether_its_memory_is_back(
+    library: Path, tmp_path: Path, fate: str, words: str
+) -> None:
+    used = tmp_path / "used"
+    used.write_text("1")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "USED": str(used), "SOMEBODY": "1"}
+    command = [sys.executable, "-c", DOWN, str(tmp_path / "fleet"), str(used), fate]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert words in done.stdout, done.stderr
