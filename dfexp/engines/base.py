@@ -58,6 +58,10 @@ class Engine(Protocol):
     def name(self) -> str:
         """The value of `engine` in a parameter file."""
 
+    @property
+    def liveness(self) -> tuple[str, float]:
+        """The page that a living server answers, and the seconds after which silence is no answer."""
+
     def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """The servers to start; what they need to know privately is written as `server-*` in the folder, mode 0600.
 
@@ -82,6 +86,9 @@ class Engine(Protocol):
 
     def has_loaded(self, log_text: str) -> bool:
         """Whether the weights are in memory, so that another server may read them now; False where no log tells."""
+
+    def has_failed(self, log_text: str) -> bool:
+        """Whether the log says that a server which still lives will never serve."""
 
     def diagnose_start(self, log_text: str) -> str:
         """Cause and fix of a failed start, as far as its log tells."""

@@ -22,6 +22,7 @@ class ExternalEngine:
     """The engine of `engine: external`."""
 
     name: ClassVar[str] = "external"
+    liveness: ClassVar[tuple[str, float]] = ("health", 30.0)  # SGLang's answers after up to 20 s on a busy server
     group: ExternalFleet
     root: Path
 
@@ -76,6 +77,10 @@ class ExternalEngine:
     def has_loaded(self, log_text: str) -> bool:
         """True: they are started by somebody else."""
         return True
+
+    def has_failed(self, log_text: str) -> bool:
+        """False: there is no log."""
+        return False
 
     def diagnose_start(self, log_text: str) -> str:
         """There is no log: all that is known is that nothing answered."""

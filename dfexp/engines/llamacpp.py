@@ -50,6 +50,7 @@ class LlamacppEngine:
     """The engine of `engine: llamacpp`."""
 
     name: ClassVar[str] = "llamacpp"
+    liveness: ClassVar[tuple[str, float]] = ("health", 30.0)
     group: LlamacppFleet
     root: Path
 
@@ -98,6 +99,10 @@ class LlamacppEngine:
 
     def has_loaded(self, log_text: str) -> bool:
         """False: the log says nothing of it."""
+        return False
+
+    def has_failed(self, log_text: str) -> bool:
+        """False: it ends when it fails."""
         return False
 
     def diagnose_start(self, log_text: str) -> str:

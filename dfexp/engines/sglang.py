@@ -39,6 +39,10 @@ class SglangEngine:
     """The engine of `engine: sglang`."""
 
     name: ClassVar[str] = "sglang"
+    liveness: ClassVar[tuple[str, float]] = (
+        "ping",
+        10.0,
+    )  # at once, also when busy; /health waits for a token, for up to 20 s
     group: SglangFleet
     root: Path
 
@@ -175,6 +179,10 @@ class SglangEngine:
     def has_loaded(self, log_text: str) -> bool:
         """Whether the log says that the weights are loaded."""
         return "Load weight end" in log_text
+
+    def has_failed(self, log_text: str) -> bool:
+        """Whether its port was taken: it may wait for ever for the answer of whoever has that."""
+        return "error while attempting to bind on address" in log_text
 
     def diagnose_start(self, log_text: str) -> str:
         """Cause and fix out of SGLang's own words."""

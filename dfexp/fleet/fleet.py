@@ -149,6 +149,10 @@ class Fleet:
         server = self.server(name)
         return server.argv is None or server.process.is_alive()
 
+    def has_failed(self, name: str) -> bool:
+        """Whether server `name`, which is starting, never will serve: its process is gone, or its log says so."""
+        return not self.is_process_alive(name) or self.engine.has_failed(start_log(self.server(name)))
+
     def restart(self, name: str) -> Fleet:
         """Kill what is left of server `name` and start it again on the same address, without waiting.
 

@@ -94,7 +94,7 @@ class Launch:
         """Whether waiting longer cannot help."""
         if server.argv is None:
             return isinstance(error, (errors.AccessDenied, errors.Refused))
-        return isinstance(error, Garbage) or not (waits_for_others(server) or server.process.is_alive())
+        return isinstance(error, Garbage) or (not waits_for_others(server) and self._fleet.has_failed(server.name))
 
 
 def wait_for_one(fleet: Fleet, end: float) -> None:

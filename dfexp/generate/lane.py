@@ -25,7 +25,7 @@ UNKNOWN_CAP = 16
 
 _WATCH_S = 1.0
 _HEALTH_EVERY_S = 15.0
-_HEALTH_TIMEOUT_S = 30.0  # SGLang's health check answers after up to 20 s on a busy server
+_ANSWER_TIMEOUT_S = 30.0
 _MISSES_TO_HANG = 3
 _MOST_DENIED_PAUSE_S = 30.0
 _UNREADABLE = (RequestError, ValueError, TypeError, KeyError)  # pages with counters are somebody else's
@@ -221,7 +221,7 @@ class Lane:
 
     async def _count(self) -> None:
         """Read the engine's counter of tokens. One that has moved is a sign of progress."""
-        counted = await asyncio.to_thread(self._fleet.progress, self.name, _HEALTH_TIMEOUT_S)
+        counted = await asyncio.to_thread(self._fleet.progress, self.name, _ANSWER_TIMEOUT_S)
         if counted != self._counted:
             self._counted, self._moved_at = counted, time.monotonic()
 
@@ -239,13 +239,14 @@ class Lane:
         return 0.0 if self._counted is None else now - self._moved_at
 
     async def _check(self) -> None:
-        """One look at the health page: any answer is a sign of life; silence three times in a row is a hang."""
+        """One look at the page of liveness: any answer is a sign of life; silence three times in a row is a hang."""
+        page, timeout_s = self._fleet.engine.liveness
         try:
-            await asyncio.to_thread(get_text, f"{self.url}/health", key=self._fleet.key, timeout_s=_HEALTH_TIMEOUT_S)
+            await asyncio.to_thread(get_text, f"{self.url}/{page}", key=self._fleet.key, timeout_s=timeout_s)
         except (TimedOut, Unreachable) as error:
             self._misses += 1
             if self._misses >= _MISSES_TO_HANG or (isinstance(error, Unreachable) and not self.owned):
-                await self._bring_back(f"{self._misses} health checks without an answer, the last: {error}")
+                await self._bring_back(f"{self._misses} looks at its /{page} without an answer, the last: {error}")
             else:
                 await asyncio.sleep(_WATCH_S)
             return
@@ -313,7 +314,7 @@ class Lane:
             while time.monotonic() < end:
                 if await self._answers():
                     return None
-                if not await asyncio.to_thread(self._fleet.is_process_alive, self.name):
+                if await asyncio.to_thread(self._fleet.has_failed, self.name):
                     break
                 await asyncio.sleep(0.25)
             return await asyncio.to_thread(self._fleet.start_failure, self.name)
@@ -324,7 +325,7 @@ class Lane:
         return (await self._probe()).ready
 
     async def _probe(self) -> Readiness:
-        return await asyncio.to_thread(self._fleet.probe, self.name, self.model, _HEALTH_TIMEOUT_S)
+        return await asyncio.to_thread(self._fleet.probe, self.name, self.model, _ANSWER_TIMEOUT_S)
 
     async def _refresh_limits(self) -> None:
         """Read the cap again: a restarted server may have another one."""

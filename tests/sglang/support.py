@@ -16,6 +16,7 @@ LIGHT: Mapping[str, bool | int | float | str] = {
     "max_total_tokens": 20_000,
     "mem_fraction_static": 0.3,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,  # an idle scheduler would keep half a core busy
 }
 VARIABLES: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",  # or it looks for a GPU
