@@ -65,7 +65,7 @@ class SglangFleet(OwnFleet):
     flags: FlagValues = Field(default_factory=dict, description="SGLang flags by name, _ for -")
     env: dict[EnvName, str] = Field(default_factory=dict, description="more environment variables for the servers")
     first_port: int | None = Field(
-        None, ge=1024, le=65000, description="first of the ports in a row; default: free ones"
+        None, ge=1024, le=55000, description="first of the ports in a row; default: free ones"
     )
     stagger_s: float = Field(60.0, ge=0, description="longest wait for one server's weights before the next one starts")
     check_content: bool = Field(True, description="a new server must also answer six requests at once with text")

@@ -21,7 +21,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NAMES = ("uv", "model", "base", "dev", "openai-oldest")
+NAMES = ("uv", "model", "base", "dev", "openai-oldest", "sglang-0.5.12", "sglang-0.5.23")
 WHOLE = ("base", "dev", "openai-oldest")
 
 # The package that is asked for to have a module, where the names differ. pydantic pins its core exactly.
