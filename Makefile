@@ -15,7 +15,7 @@ VERSIONS := 0.5.12
 SGLANG_ARGS := -m "not full"
 
 .NOTPARALLEL:
-.PHONY: help demo lab test test-fast test-full test-openai-oldest test-sglang check format check-sglang-resolution
+.PHONY: help demo demo-sglang lab test test-fast test-full test-openai-oldest test-sglang check format check-sglang-resolution
 .PHONY: setup dev chromium lock upgrade wheel clean
 
 help: ## show this list
@@ -26,6 +26,10 @@ setup: ## .venv with every package pinned by hash
 
 demo: setup ## real completions from a small model on this machine, with a report at the end
 	$(BIN)/dfexp run params/demo.yaml
+
+demo-sglang: setup ## the same through two real SGLang servers on the CPU, with a tiny model of random weights
+	@env=$$("$(PYTHON)" tools/environment.py sglang-cpu $(firstword $(VERSIONS))) && $(BIN)/dfexp run params/sglang_cpu.yaml \
+		--set fleet.python=$$env/bin/python --set fleet.model=$$env/models/hybrid
 
 lab: setup ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS) \
