@@ -3,30 +3,63 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Literal
 
-from dfexp.engines.simulated.core.config import Config, Lines
-from dfexp.engines.simulated.core.pools import Pools
-from dfexp.engines.simulated.core.records import Counters, Event, EventKind, Line, LineKind, RequestId
+from dfexp.capacity.cost import prefill_s
+from dfexp.capacity.throughput import LOWEST_RESERVE, RESERVE_RATIO, RESERVED_TOKENS, chunk_tokens
+from dfexp.engines.simulated.core.machine import Config, Pools
 from dfexp.errors import PromptTooLong
 
-RESERVED_TOKENS = 4096
-"""Most tokens of a request's answer that admission reserves."""
-FIRST_RATIO, LOWEST_SHARE, RATIO_STEPS = 0.7, 0.14, 600
-"""Share of running requests' reserve that counts: at first, and what part of that is left after so many steps."""
+RequestId = int | str
+EventKind = Literal["first_token", "finished", "retracted", "aborted", "out_of_memory"]
+"""`aborted` by a client; `out_of_memory`: it did not fit the KV pool even alone, and SGLang answers 500."""
+DECODED, PREFILLED = 'realtime_tokens_total{mode="decode"}', 'realtime_tokens_total{mode="prefill_compute"}'
+"""Counters that move with every batch; the others move when a request ends."""
+RATIO_STEPS = 600
+"""Steps in which the share of running requests' reserve that counts falls to its lowest."""
 RETRACT_STEPS = 20
 """After a retraction the reserve counts as if every request went on for so many steps."""
 GAUGES_KEPT_S = 30.0
 """An idle server's gauges keep their last values for so long."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a request at `at_s`. `tokens`: its completion tokens so far."""
+
+    at_s: float
+    kind: EventKind
+    request_id: RequestId
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One log line of SGLang: of a prefill batch, or of a decode step (`new_seqs` is 0).
+
+    Attributes:
+        at_s: end of the batch.
+        gauges: SGLang's, as they stand from then on. `num_running_reqs` counts, of a decode step, those that took part;
+            of a prefill, those that ran before it.
+        new_seqs, new_tokens: prefilled.
+
+    """
+
+    at_s: float
+    gauges: dict[str, float]
+    new_seqs: int
+    new_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
-    """`done`: completion tokens when it last joined the running batch, at step `joined` (-1: it is not in it);
-    `computed`: tokens of prompt, and of answer after a retraction, whose prefill is over or under way.
+    """`computed`: tokens whose prefill is over or under way. While that is 0 it waits and has `done` completion tokens;
+    else those follow from `zero`, the step at which it would have had none.
     """
 
     id: RequestId
@@ -35,352 +68,245 @@ class _Request:
     max_new: int
     order: int
     done: int = 0
-    joined: int = -1
+    zero: int = 0
     computed: int = 0
     aborted: bool = False
 
     def tokens(self, step: int) -> int:
         """Completion tokens at this step of the server."""
-        return self.done + (step - self.joined if self.joined >= 0 else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """What the server is at: so many decode steps, or a prefill, or neither until a request comes."""
-
-    end_s: float
-    steps: int = 0
-    is_prefill: bool = False
+        return step - self.zero if self.computed else self.done
 
 
 class Simulator:
-    """One server in virtual time; see the package's docstring for how it is driven."""
+    """One server in virtual time; see the package's docstring for how it is driven.
+
+    Attributes:
+        counters: SGLang's, by its names; those that have not moved are absent, and read 0.
+        slowness: every batch from the next on takes so many times what the model says.
+        hung: nothing moves; requests may still be submitted, and gauges keep their values.
+
+    """
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.counters = Counters()
-        self.steps = 0
-        self._now_s = 0.0
-        self._first_ratio = min(FIRST_RATIO * config.conservativeness, 1.0)
-        self._ratio = self._first_ratio
-        self._undecayed = 0
-        self._factor = 1.0
-        self._hung = self._full = False
-        self._order = count()
+        self.counters, self.slowness, self.hung = Counter[str](), 1.0, False
+        self._config, self._pools = config, Pools(config)
+        self._page, self._chunk = config.memory.resolved.page_size, chunk_tokens(config.server)
+        self._first_ratio = min(RESERVE_RATIO * config.server.flags.schedule_conservativeness, 1.0)
+        self._decay = self._first_ratio * (1 - LOWEST_RESERVE) / RATIO_STEPS
+        self._ratio, self._full, self._now_s, self._steps, self._order = self._first_ratio, False, 0.0, 0, count()
         self._requests: dict[RequestId, _Request] = {}
         self._arrivals: list[tuple[float, int, _Request]] = []
         self._queue: deque[_Request] = deque()
-        self._pending = 0
-        self._batch: list[tuple[_Request, int]] = []
+        self._batch: list[tuple[_Request, int]] = []  # what is being prefilled, with its tokens
         self._chunked: _Request | None = None
-        self._running: list[tuple[int, int, _Request]] = []
-        """A heap by the step with which an answer is complete."""
-        self._pools = Pools(config)
-        self._lines_of: dict[int, Lines] = {}
-        self._move: _Move | None = None
-        self._events: list[Event] = []
-        self._lines: list[Line] = []
-        self._decode_line = (0.0, 0, 0.0)
-        """Of the last one: time, tokens generated by then, tokens per second."""
-        self._prefill_line_s = 0.0
-        self._line = self._line_now("decode", 0, 0.0, 0.0)
+        self._running: list[tuple[int, int, _Request]] = []  # a heap by the step that completes the answer
+        self._move: tuple[float, int] | None = None  # end of what is under way, and its decode steps
+        self._told: list[Event | Line] = []
+        self._step_lines, self._decode_line = cache(config.step_lines), (0.0, 0)
+        self._set_gauges(0, 0.0)
 
-    def submit(
-        self, at_s: float, request_id: RequestId, *, prompt_tokens: int, output_tokens: int, max_new_tokens: int
-    ) -> None:
-        """A request arrives at `at_s`, or now if that is past. It ends after `output_tokens` or `max_new_tokens`.
+    def submit(self, at_s: float, request_id: RequestId, prompt: int, output: int, max_new: int) -> None:
+        """A request arrives at `at_s`, or now if that is past; sizes in tokens. It ends after `output` or `max_new`.
 
-        SGLang lowers `max_new_tokens` to what context and KV pool leave. Raises PromptTooLong where that is nothing.
+        SGLang lowers `max_new` to what context and KV pool leave. Raises PromptTooLong where that is nothing.
         """
-        longest = min(self.config.context_length, self.config.max_total_num_tokens - self.config.page_size) - 1
-        max_new = min(max_new_tokens, longest - prompt_tokens - 1)
+        longest = min(self._config.server.context_length, self._pools.tokens - self._page) - 1
+        max_new = min(max_new, longest - prompt - 1)
         if max_new < 1:
-            raise PromptTooLong(f"{prompt_tokens} prompt tokens leave no room in {longest}. Shorten the prompt.")
-        order = next(self._order)
-        request = _Request(request_id, prompt_tokens, max(1, min(output_tokens, max_new)), max_new, order)
+            raise PromptTooLong(f"{prompt} prompt tokens leave no room for an answer in {longest}. Shorten the prompt.")
+        request = _Request(request_id, prompt, max(1, min(output, max_new)), max_new, next(self._order))
         self._requests[request_id] = request
-        heappush(self._arrivals, (at_s, order, request))
-        self._replan()
+        heappush(self._arrivals, (at_s, request.order, request))
+        self._move = self._move if self._batch else None  # a prefill batch, once formed, stays
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request with its next token, or at once while it waits; one that has ended stays as it is."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        request.aborted = True
-        if request.joined >= 0:
-            self._running = [
-                (self.steps + 1 if each is request else end, order, each) for end, order, each in self._running
-            ]
+        """End a request: at once while it is queued, else with its next token. One that has ended stays as it is."""
+        request, step = self._requests.get(request_id), self._steps + 1
+        if request is not None and request in self._queue:
+            self._queue.remove(request)
+            self._end(request, "aborted")
+        elif request is not None:
+            request.aborted, request.output = True, request.done + 1  # counts where its prefill is not over
+            self._running = [(step if each is request else end, at, each) for end, at, each in self._running]
             heapify(self._running)
-        elif request.computed:
-            request.output = request.done + 1
-        else:
-            if request in self._queue:
-                self._queue.remove(request)
-                self._pending -= request.prompt + request.done
-            self._arrivals = [each for each in self._arrivals if each[2] is not request]
-            heapify(self._arrivals)
-            self._end(request)
-        self._replan()
-
-    def slow_down(self, factor: float) -> None:
-        """From the next batch on, every batch takes `factor` times as long as the model says."""
-        self._factor = factor
-        self._replan()
-
-    def hang(self) -> None:
-        """From now on nothing moves; requests may still be submitted, and gauges keep their values."""
-        self._hung = True
+        self._move = self._move if self._batch else None  # a prefill batch, once formed, stays
 
     def generated(self, request_id: RequestId) -> int:
         """Completion tokens so far of a request in flight. Raises KeyError: not in flight."""
-        return self._requests[request_id].tokens(self.steps)
+        return self._requests[request_id].tokens(self._steps)
+
+    def pending_tokens(self) -> int:
+        """Tokens that the queue still has to prefill."""
+        return sum(request.prompt + request.done for request in self._queue)
 
     def next_event_s(self) -> float | None:
         """When the present batch ends, before which nothing happens by itself; None: nothing will."""
-        if self._events:
+        if not self.hung and not self._told:
+            self._move = self._move or self._plan()
+        if self._told:
             return self._now_s
-        if self._hung:
-            return None
-        self._move = self._move or self._plan()
-        return self._move.end_s if self._move else None
+        return self._move[0] if self._move and not self.hung else None
 
-    def advance(self, until_s: float) -> list[Event]:
-        """Let time pass. What happened to requests by then, in order."""
-        while not self._hung and (self._move is not None or self._now_s < until_s):
-            self._move = move = self._move or self._plan()
-            if move is None:
-                break
-            if move.end_s > until_s:
-                steps = bisect_right(range(1, move.steps + 1), until_s, key=self._end_s)
+    def advance(self, until_s: float) -> list[Event | Line]:
+        """Let time pass. What happened by then, in order."""
+        while not self.hung and (move := self._move or (self._plan() if self._now_s < until_s else None)):
+            self._move, (end_s, steps) = move, move
+            if end_s > until_s:
+                steps = bisect_right(range(1, steps + 1), until_s, key=self._end_s)
                 if not steps:
                     break
-                move = _Move(self._end_s(steps), steps)
-            self._move = None
-            self._finish(move)
-        events, self._events = self._events, []
-        return events
-
-    def take_lines(self) -> list[Line]:
-        """Log lines since the last call."""
-        lines, self._lines = self._lines, []
-        return lines
+                end_s = self._end_s(steps)
+            self._move, self._now_s = None, end_s
+            self._finish(steps)
+        told, self._told = self._told, []
+        return told
 
     def gauges(self, at_s: float) -> dict[str, float]:
         """SGLang's gauges as they stand at `at_s`, which is not before the last `advance`."""
-        is_idle = not (self._running or self._batch or self._queue or self._hung)
-        if is_idle and at_s - self._line.at_s > GAUGES_KEPT_S:
-            return self._line_now("decode", 0, 0.0, 0.0).gauges()
-        return self._line.gauges()
+        if not (self._pools.holders or self._queue or self.hung) and at_s - self._now_s > GAUGES_KEPT_S:
+            self._set_gauges(0, 0.0)
+        return self._gauges
 
-    def _replan(self) -> None:
-        """Forget a plan that has had no effect yet; a prefill batch, once formed, stays."""
-        if self._move is not None and not self._move.is_prefill:
-            self._move = None
+    def _set_gauges(self, running: int, rate: float) -> None:
+        own = {"num_running_reqs": running, "num_queue_reqs": len(self._queue), "gen_throughput": rate}
+        self._gauges = {**own, **self._pools.gauges(self._steps), "cache_hit_rate": 0.0}
 
-    def _plan(self) -> _Move | None:
+    def _plan(self) -> tuple[float, int] | None:
         """What the scheduler does next. Prefill batches are formed, and requests retracted, at once."""
         self._take_arrivals()
         if self._admit():
             tokens = sum(take for _, take in self._batch)
             prompt = sum(take * request.computed for request, take in self._batch) / tokens
-            return _Move(self._now_s + self._factor * self.config.times.prefill_s(tokens, prompt), is_prefill=True)
-        if self._running and not self._pools.steps_that_fit(self.steps, 1):
+            seconds = prefill_s(self._config.server, self._config.efficiency, tokens, prompt)
+            return self._now_s + self.slowness * seconds, 0
+        if self._running and not self._pools.steps_that_fit(self._steps, 1):
             self._retract()
         if not self._running:
             if self._queue:
                 return self._plan()
             self._ratio = self._first_ratio
-            return _Move(self._arrivals[0][0]) if self._arrivals else None
-        interval = self.config.log_interval
-        most = min(self._running[0][0] - self.steps, interval - self.steps % interval)
+            return (self._arrivals[0][0], 0) if self._arrivals else None
+        interval = self._config.log_interval
+        most = min(self._running[0][0] - self._steps, interval - self._steps % interval)
         if self._queue and not self._full:
             most = 1  # a retraction has made room: admission is tried again after one step
-        most = self._pools.steps_that_fit(self.steps, most)
+        most = self._pools.steps_that_fit(self._steps, most)
         if self._arrivals and not self._full:
             most = 1 + bisect_left(range(1, most), self._arrivals[0][0], key=self._end_s)
-        return _Move(self._end_s(most), most)
+        return self._end_s(most), most
 
     def _end_s(self, steps: int) -> float:
         """When so many decode steps from now will be over."""
-        running = self._pools.running
-        if running not in self._lines_of:
-            self._lines_of[running] = self.config.times.step_lines(running)
-        first, first_token, second, second_token = self._lines_of[running]
-        read = steps * self._pools.context(self.steps) + running * steps * (steps + 1) / 2
-        return self._now_s + self._factor * max(
-            first * steps + first_token * read, second * steps + second_token * read
-        )
+        running = self._pools.holders
+        read = steps * self._pools.context(self._steps) + running * steps * (steps + 1) / 2
+        seconds = max(fixed * steps + per_token * read for fixed, per_token in self._step_lines(running))
+        return self._now_s + self.slowness * seconds
 
     def _take_arrivals(self) -> None:
         while self._arrivals and self._arrivals[0][0] <= self._now_s:
-            request = heappop(self._arrivals)[2]
-            self._queue.append(request)
-            self._pending += request.prompt
+            self._queue.append(heappop(self._arrivals)[2])
 
     def _admit(self) -> bool:
         """Form the next prefill batch, first come, first served; False: there is none."""
-        if (self._full or not self._queue) and self._chunked is None:
+        if self._chunked is None and (self._full or not self._queue):
             return False
-        page, pools, queue, batch = self.config.page_size, self._pools, self._queue, self._batch
-        slots, chunk = self.config.max_running_requests - len(self._running), self.config.chunk_tokens
-        room = self.config.max_total_num_tokens - pools.used(self.steps) - self._reserve()
-        while True:
+        pools, page, chunk = self._pools, self._page, self._chunk
+        left = [request.zero + request.max_new - self._steps for _, _, request in self._running]
+        reserve = self._ratio * sum([tokens if tokens < RESERVED_TOKENS else RESERVED_TOKENS for tokens in left])
+        room = pools.tokens - pools.used(self._steps) - reserve
+        while chunk >= page:
             request = self._chunked
             if request is None:
-                self._full = self._full or bool(queue and len(batch) >= slots)
-                if self._full or not queue or chunk <= 0:
+                if self._full or not self._queue:
                     break
-                request = queue[0]
-                left = min(request.max_new - request.done, RESERVED_TOKENS)
-                if request.prompt + request.done + left + page >= room:
-                    self._full = True
+                request = self._queue[0]
+                held = request.prompt + request.done
+                is_capped = len(self._running) + len(self._batch) >= self._config.memory.max_running_requests
+                self._full = is_capped or held + page + min(request.max_new - request.done, RESERVED_TOKENS) >= room
+                if self._full:
                     break
-            extend = request.prompt + request.done - request.computed
-            take = extend if pools.paged(extend) <= chunk else chunk // page * page
-            if not take:
-                break
-            if self._chunked is None:
-                queue.popleft()
-            self._chunked = request if take < extend else None
+                self._queue.popleft()
+                pools.change(1, held, self._steps)
+                request.zero = self._steps - request.done
+                room -= pools.paged(held)
+            rest = request.prompt + request.done - request.computed
+            take = rest if pools.paged(rest) <= chunk else chunk // page * page
+            self._chunked = request if take < rest else None
+            self._batch.append((request, take))
             request.computed += take
-            self._pending -= take
-            batch.append((request, take))
             chunk -= pools.paged(take)
-            room -= pools.paged(take) + page + (0 if self._chunked else min(request.max_new, RESERVED_TOKENS))
-            pools.prefilling_tokens += pools.paged(take)
-            pools.prefilling += request.computed == take
+            room -= page + (0 if self._chunked else min(request.max_new, RESERVED_TOKENS))
             self._full = self._full or room <= 0
-            if self._chunked:
-                break
-        return bool(batch)
-
-    def _reserve(self) -> float:
-        """Tokens that count as taken because running requests may still generate them."""
-        step, most = self.steps, RESERVED_TOKENS
-        left = [each.max_new - each.done + each.joined - step for _, _, each in self._running]
-        return self._ratio * sum([tokens if tokens < most else most for tokens in left])
+        return bool(self._batch)
 
     def _retract(self) -> None:
         """Make room for the next step: fewest completion tokens go first, then the longest prompts."""
-        step, pools = self.steps, self._pools
-        ranked = sorted((each for _, _, each in self._running), key=lambda each: each.order)
-        ranked.sort(key=lambda each: (each.tokens(step), -each.prompt), reverse=True)
-        ended = []
-        while len(ranked) > 1 and not (ended and pools.steps_that_fit(step, 1)):
-            ended.append(ranked.pop())
-            self._leave(ended[-1])
-        if not pools.steps_that_fit(step, 1):
-            request = ranked.pop()
+        step = self._steps
+        ranked = [request for _, _, request in self._running]
+        ranked.sort(key=lambda each: (each.tokens(step), -each.prompt, -each.order))
+        for ended, request in enumerate(ranked):
+            if ended and self._pools.steps_that_fit(step, 1):
+                break
             self._leave(request)
-            self._end(request, out_of_memory=True)
-        for request in ended:
-            self._events.append(self._event("retracted", request))
-        self.counters.num_retracted_requests_total += len(ended)
-        self._queue.extend(ended)
-        self._pending += sum(each.prompt + each.done for each in ended)
-        kept = [entry for entry in self._running if entry[2].joined >= 0]
-        heapify(kept)
-        self._running = kept
-        generated = sum(each.tokens(step) for each in ranked) + RETRACT_STEPS * len(ranked)
-        self._ratio = min(1.0, generated / (sum(each.max_new for each in ranked) + 1))
-        self._undecayed, self._full = 1, False
+            if ended == len(ranked) - 1:
+                self._end(request, "out_of_memory")
+            else:
+                self.counters["num_retracted_requests_total"] += 1
+                self._tell("retracted", request)
+                self._queue.append(request)
+        self._running = [entry for entry in self._running if entry[2].computed]
+        heapify(self._running)
+        kept = [request for request in ranked if request.computed]
+        generated = sum(each.tokens(step) + RETRACT_STEPS for each in kept)
+        self._ratio = min(1.0, generated / (sum(each.max_new for each in kept) + 1))
+        self._ratio += self._decay  # which the step that follows at once takes off again
+        self._full = False
 
-    def _leave(self, request: _Request, *, cache: bool = False) -> None:
-        """A running request gives back what it holds."""
-        request.done, request.joined = request.tokens(self.steps), -1
-        request.computed = 0
-        self._pools.leave(request.prompt + request.done - 1, self.steps, cache=cache)
+    def _leave(self, request: _Request) -> None:
+        """A request gives back what it holds."""
+        request.done, request.computed = request.tokens(self._steps), 0
+        self._pools.change(-1, request.prompt + request.done - 1, self._steps)
 
-    def _finish(self, move: _Move) -> None:
-        """The end of a move."""
-        self._now_s = move.end_s
-        if move.is_prefill:
-            self._finish_prefill()
-        elif move.steps:
-            self._finish_steps(move.steps)
-
-    def _finish_prefill(self) -> None:
-        batch, self._batch, running = self._batch, [], len(self._running)
-        pools, tokens = self._pools, 0
-        for request, take in batch:
-            tokens += take
+    def _finish(self, steps: int) -> None:
+        """The end of so many decode steps, or of the prefill batch."""
+        running, batch = len(self._running), self._batch
+        self._batch, self._steps = [], self._steps + steps
+        self._ratio = max(self._first_ratio * LOWEST_RESERVE, self._ratio - steps * self._decay)
+        self.counters[DECODED] += running * steps
+        for request, _ in batch:
             if request is self._chunked:
                 self._full = False
                 continue
-            held = request.prompt + request.done
-            pools.prefilling_tokens -= pools.paged(held)
-            pools.prefilling -= 1
-            pools.join(held, self.steps)
-            request.done, request.joined = request.done + 1, self.steps
-            heappush(self._running, (self.steps + request.output - request.done, request.order, request))
-            if request.done == 1:
-                self._events.append(self._event("first_token", request))
-        self.counters.realtime_prefill_compute_tokens += tokens
-        self._log("prefill", running, tokens / max(1e-9, self._now_s - self._prefill_line_s), len(batch), tokens)
-        self._prefill_line_s = self._now_s
-        self._end_complete()
-
-    def _finish_steps(self, steps: int) -> None:
-        running = len(self._running)
-        self.steps += steps
-        self.counters.realtime_decode_tokens += running * steps
-        decay = self._first_ratio * (1 - LOWEST_SHARE) / RATIO_STEPS * (steps - self._undecayed)
-        self._ratio = max(self._first_ratio * LOWEST_SHARE, self._ratio - decay)
-        self._undecayed = 0
-        self._end_complete()
-        if self.steps % self.config.log_interval == 0:
-            since_s, counted, _ = self._decode_line
-            generated = self.counters.realtime_decode_tokens
-            rate = (generated - counted) / max(1e-9, self._now_s - since_s)
-            self._decode_line = (self._now_s, generated, rate)
-            self._log("decode", running, rate)
-
-    def _end_complete(self) -> None:
-        """Requests whose last token is there leave."""
-        while self._running and self._running[0][0] <= self.steps:
+            request.zero -= 1
+            heappush(self._running, (request.zero + request.output, request.order, request))
+            if request.tokens(self._steps) == 1:
+                self._tell("first_token", request)
+        while self._running and self._running[0][0] <= self._steps:
             request = heappop(self._running)[2]
-            self._leave(request, cache=self.config.radix_cache)
-            self._end(request)
+            self._pools.keep(request.prompt + request.tokens(self._steps) - 1, self._steps)
+            self._leave(request)
+            self._end(request, "aborted" if request.aborted else "finished")
             self._full = False
-
-    def _end(self, request: _Request, *, out_of_memory: bool = False) -> None:
-        counters = self.counters
-        del self._requests[request.id]
-        if request.aborted or out_of_memory:
-            counters.num_aborted_requests_total += 1
-            self._events.append(self._event("aborted", request, out_of_memory=out_of_memory))
-            return
-        counters.num_requests_total += 1
-        counters.prompt_tokens_total += request.prompt
-        counters.generation_tokens_total += request.done
-        self._events.append(self._event("finished", request))
-
-    def _log(self, kind: LineKind, running: int, rate: float, seqs: int = 0, tokens: int = 0) -> None:
-        """Write a line, and set SGLang's gauges to it."""
         self._take_arrivals()
-        self._line = self._line_now(kind, running, rate, self._decode_line[2], seqs, tokens)
-        self._lines.append(self._line)
+        if batch or (steps and self._steps % self._config.log_interval == 0):
+            self._log(running, batch)
 
-    def _line_now(
-        self, kind: LineKind, running: int, rate: float, throughput: float, seqs: int = 0, tokens: int = 0
-    ) -> Line:
-        return Line(
-            at_s=self._now_s,
-            kind=kind,
-            running=running,
-            queue=len(self._queue),
-            tok_per_s=rate,
-            gen_throughput=throughput,
-            kv=self._pools.kv(self.steps),
-            mamba=self._pools.mamba(),
-            steps=self.steps,
-            new_seqs=seqs,
-            new_tokens=tokens,
-            pending_tokens=self._pending,
-        )
+    def _log(self, running: int, batch: list[tuple[_Request, int]]) -> None:
+        """Write a line, of this prefill batch or of a decode step, and set the gauges."""
+        tokens, decoded, rate = sum(take for _, take in batch), self.counters[DECODED], self._gauges["gen_throughput"]
+        self.counters[PREFILLED] += tokens
+        if not batch:
+            rate = (decoded - self._decode_line[1]) / max(1e-9, self._now_s - self._decode_line[0])
+            self._decode_line = self._now_s, decoded
+        self._set_gauges(running, rate)
+        self._told.append(Line(at_s=self._now_s, gauges=self._gauges, new_seqs=len(batch), new_tokens=tokens))
 
-    def _event(self, kind: EventKind, request: _Request, *, out_of_memory: bool = False) -> Event:
-        tokens = request.tokens(self.steps)
-        return Event(at_s=self._now_s, kind=kind, request_id=request.id, tokens=tokens, out_of_memory=out_of_memory)
+    def _end(self, request: _Request, kind: EventKind) -> None:
+        del self._requests[request.id]
+        self.counters["num_requests_total" if kind == "finished" else "num_aborted_requests_total"] += 1
+        if kind == "finished":
+            self.counters.update({"prompt_tokens_total": request.prompt, "generation_tokens_total": request.done})
+        self._tell(kind, request)
+
+    def _tell(self, kind: EventKind, request: _Request) -> None:
+        self._told.append(Event(at_s=self._now_s, kind=kind, request_id=request.id, tokens=request.tokens(self._steps)))

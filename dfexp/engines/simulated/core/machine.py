@@ -1,0 +1,139 @@
+"""A simulated server's machine: the time of its decode steps, by the capacity model, and its two pools.
+
+Every request gains one token a step, so its tokens less the step counter never change; what all hold together at any
+later step follows from the sum of those.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, replace
+from math import inf
+
+from dfexp.capacity.cost import Server, decode_step_s
+from dfexp.capacity.memory import MemoryPlan
+from dfexp.capacity.planner import Setting
+from dfexp.capacity.throughput import SLOTS_HELD, largest_graph
+from dfexp.hardware import Efficiency
+
+KEPT_SLOTS = 2
+"""State slots that the radix cache keeps of a finished request: one at the prompt's end, one at the answer's."""
+Straight = tuple[float, float]
+"""Seconds of a decode step at 0 tokens, and per token that all running requests hold together after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One server.
+
+    Attributes:
+        host_s: seconds of the scheduler per step where it does not overlap with the GPU. The reference run shows no
+            such loss in its setting without overlap.
+        log_interval: decode steps from one log line to the next.
+
+    """
+
+    server: Server
+    memory: MemoryPlan
+    efficiency: Efficiency
+    host_s: float = 0.0
+    log_interval: int = 40
+
+    @classmethod
+    def of(cls, setting: Setting) -> Config:
+        """The server of a planner's setting. Raises CapacityError: SGLang refuses the flags, or nothing fits."""
+        return cls(server=setting.server, memory=setting.memory(), efficiency=setting.efficiency)
+
+    def step_lines(self, running: int) -> tuple[Straight, Straight]:
+        """The time of a decode step is the higher of these: by bytes, and by FLOPs.
+
+        Rows that pad a batch up to the next CUDA graph cost FLOPs alone: the kernels skip their state.
+        """
+        gpu, padded = self.server.gpu, padded_batch(running, largest_graph(self.server))
+        by_bytes = replace(self.server, gpu=replace(gpu, flops_16=inf, flops_8=inf))
+        by_flops = replace(self.server, gpu=replace(gpu, bandwidth_bytes_per_s=inf))
+        return self._line(by_bytes, running), self._line(by_flops, padded)
+
+    def _line(self, server: Server, rows: int) -> Straight:
+        fixed, full = (decode_step_s(server, self.efficiency, rows, context) for context in (0.0, 1024.0))
+        return fixed + (0.0 if self.memory.resolved.overlap else self.host_s), (full - fixed) / (rows * 1024.0)
+
+
+def padded_batch(running: int, largest: int) -> int:
+    """Rows of the smallest captured graph for so many requests; above the largest there is none, and no padding."""
+    step = 1 if running <= 2 else 4 if running <= 16 else 8
+    return running if running > largest else min(-(-running // step) * step, largest)
+
+
+class Pools:
+    """Who holds what at which decode step. A request in prefill holds its whole prompt; no step passes meanwhile."""
+
+    def __init__(self, config: Config) -> None:
+        memory, resolved = config.memory, config.memory.resolved
+        self.tokens, self._slots, self._page = (
+            memory.max_total_num_tokens,
+            memory.max_mamba_cache_size,
+            resolved.page_size,
+        )
+        self._is_cached = resolved.radix_cache
+        self._slots_held = SLOTS_HELD.get(resolved.strategy, 1.0) if resolved.radix_cache else 1.0
+        self._offsets, self._residues = 0, [0] * self._page
+        self._cached: deque[int] = deque()
+        self._cached_tokens = self.holders = 0
+
+    def paged(self, tokens: int) -> int:
+        """Tokens rounded up to whole pages."""
+        return -(-tokens // self._page) * self._page
+
+    def change(self, by: int, tokens: int, step: int) -> None:
+        """A request that holds `tokens` comes (`by` 1) or goes (-1)."""
+        offset = tokens - step
+        self._offsets += by * offset
+        self._residues[offset % self._page] += by
+        self.holders += by
+
+    def keep(self, tokens: int, step: int) -> None:
+        """The radix cache, if there is one, takes over the whole pages of a request; to be called before it goes."""
+        if self._is_cached:
+            self._trim(step)
+            self._cached.append(tokens // self._page * self._page)
+            self._cached_tokens += self._cached[-1]
+
+    def context(self, step: int) -> int:
+        """Tokens that requests hold, ends of pages not counted: what a decode step reads."""
+        return self._offsets + self.holders * step
+
+    def used(self, step: int) -> int:
+        """Tokens that requests hold, in whole pages."""
+        if self._page == 1:
+            return self.context(step)
+        ends = sum(number * (-(residue + step) % self._page) for residue, number in enumerate(self._residues))
+        return self.context(step) + ends
+
+    def steps_that_fit(self, step: int, most: int) -> int:
+        """Decode steps, at most `most`, for which the KV pool has room."""
+        if self.used(step) + self.holders * (most + self._page - 1) <= self.tokens:
+            return most
+        return bisect_right(range(1, most + 1), self.tokens, key=lambda steps: self.used(step + steps))
+
+    def gauges(self, step: int) -> dict[str, float]:
+        """SGLang's gauges of the two pools."""
+        self._trim(step)
+        used, held, kept = self.used(step), self._held(), len(self._cached) * KEPT_SLOTS if self._slots else 0
+        usages = {"full_token_usage": used / self.tokens, "mamba_usage": held / self._slots if self._slots else 0.0}
+        return {
+            **usages, "token_usage": max(usages.values()),
+            "kv_used_tokens": used, "kv_evictable_tokens": self._cached_tokens,
+            "kv_available_tokens": self.tokens - used - self._cached_tokens, "mamba_used_tokens": held,
+            "mamba_evictable_tokens": kept, "mamba_available_tokens": self._slots - held - kept,
+        }  # fmt: skip
+
+    def _held(self) -> int:
+        return min(round(self.holders * self._slots_held), self._slots)
+
+    def _trim(self, step: int) -> None:
+        """Drop the oldest of what is cached until the rest fits beside what requests hold."""
+        most = (self._slots - self._held()) // KEPT_SLOTS if self._slots else len(self._cached)
+        while self._cached and (self._cached_tokens > self.tokens - self.used(step) or len(self._cached) > most):
+            self._cached_tokens -= self._cached.popleft()
