@@ -3,7 +3,7 @@
     simulator = Simulator(Config.of(setting))        pools and times, from the capacity model
     simulator.submit(0.0, "a", 150, 900, 4096)       tokens of prompt and answer, max_new_tokens
     while (at_s := simulator.next_event_s()) is not None:
-        for told in simulator.advance(at_s):         Event: first_token, finished, retracted, aborted, out_of_memory
+        for told in simulator.advance(at_s):         Event: first_token, finished, retracted, aborted
             ...                                      Line: the numbers of one of SGLang's log lines, and all gauges
 
 Times are seconds from any origin that the caller likes; they never come from a clock. `advance(until_s)` does what ends
@@ -17,6 +17,9 @@ with the tokens in the KV pool, and its sum over steps has a closed form.
 at every 40th decode step; 30 s after the last they are 0. `generated(request_id)` and `pending_tokens()` are live.
 Faults: `slowness` is a factor on all times, and nothing moves while `hung` is set. `run_closed_loop` puts a client in
 front of several servers.
+
+SGLang aborts a request that does not fit the KV pool even alone; `max_new` is lowered at submission so that there is
+none.
 
 Not modelled: shared prefixes (`cache_hit_rate` is 0), mixed chunks, priorities, speculation, parallelism inside a
 server, `ignore_eos` with the radix cache off, eager steps beyond the largest CUDA graph being slower, and the one or

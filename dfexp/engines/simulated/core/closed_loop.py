@@ -27,7 +27,7 @@ def run_closed_loop(
     while ahead:
         at_s, index = heappop(ahead)
         for told in servers[index].advance(at_s):
-            if isinstance(told, Event) and told.kind in ("finished", "out_of_memory"):
+            if isinstance(told, Event) and told.kind == "finished":
                 for number, sizes in islice(source, 1):
                     servers[index].submit(told.at_s, number, *sizes)
             yield index, told

@@ -16,8 +16,7 @@ from dfexp.engines.simulated.core.machine import Config, Pools
 from dfexp.errors import PromptTooLong
 
 RequestId = int | str
-EventKind = Literal["first_token", "finished", "retracted", "aborted", "out_of_memory"]
-"""`aborted` by a client; `out_of_memory`: it did not fit the KV pool even alone, and SGLang answers 500."""
+EventKind = Literal["first_token", "finished", "retracted", "aborted"]
 DECODED, PREFILLED = 'realtime_tokens_total{mode="decode"}', 'realtime_tokens_total{mode="prefill_compute"}'
 """Counters that move with every batch; the others move when a request ends."""
 RATIO_STEPS = 600
@@ -182,8 +181,6 @@ class Simulator:
         if self._running and not self._pools.steps_that_fit(self._steps, 1):
             self._retract()
         if not self._running:
-            if self._queue:
-                return self._plan()
             self._ratio = self._first_ratio
             return (self._arrivals[0][0], 0) if self._arrivals else None
         interval = self._config.log_interval
@@ -246,14 +243,11 @@ class Simulator:
         ranked.sort(key=lambda each: (each.tokens(step), -each.prompt, -each.order))
         for ended, request in enumerate(ranked):
             if ended and self._pools.steps_that_fit(step, 1):
-                break
+                break  # at the latest with the last one, whose max_new was lowered to the pool
             self._leave(request)
-            if ended == len(ranked) - 1:
-                self._end(request, "out_of_memory")
-            else:
-                self.counters["num_retracted_requests_total"] += 1
-                self._tell("retracted", request)
-                self._queue.append(request)
+            self._tell("retracted", request)
+            self._queue.append(request)
+            self.counters["num_retracted_requests_total"] += 1
         self._running = [entry for entry in self._running if entry[2].computed]
         heapify(self._running)
         kept = [request for request in ranked if request.computed]
