@@ -212,7 +212,7 @@ class Fleet:
         log = start_log(server)
         lines = [f"server {name} {what}. {self.engine.diagnose_start(log)}"]
         if log:
-            lines += [f"Last lines of {server.log}:", *(f"  {line}" for line in log.splitlines()[-_LAST_LINES:])]
+            lines += [f"Last lines of {server.log}:", *(f"  {line[:300]}" for line in log.split("\n")[-_LAST_LINES:])]
         return scrub("\n".join(lines), self.key)
 
     def down(self, drain_s: float = 10.0, *, force: bool = False) -> list[str]:
