@@ -10,16 +10,26 @@ from dfexp.engines.simulated.core import DECODED, PREFILLED, Config, Event, Line
 from dfexp.errors import PromptTooLong
 from tests.engines.simulated.support import config, events, lines, run, slow
 
-SIZES = st.tuples(st.integers(1, 300), st.integers(1, 450), st.integers(50, 500))
-ARRIVALS = st.lists(st.tuples(st.floats(0, 30), SIZES), min_size=1, max_size=14)
+SIZES = st.tuples(st.integers(1, 150), st.integers(1, 450), st.integers(300, 500))
+ARRIVALS = st.lists(st.tuples(st.floats(0, 30), SIZES), min_size=1, max_size=16)
+PRESSED = st.builds(
+    config,
+    tokens=st.sampled_from([704, 960]),
+    cap=st.integers(4, 8),
+    page=st.sampled_from([1, 16]),
+    slots=st.just(24),
+    schedule_conservativeness=st.just(0.01),
+)
+"""Admission hardly looks ahead, so requests are retracted."""
 SERVERS = st.builds(
     config,
-    tokens=st.sampled_from([704, 960, 2048, 20_032]),
-    cap=st.integers(1, 8),
+    tokens=st.sampled_from([704, 704, 960, 20_032]),
+    cap=st.integers(2, 8),
     page=st.sampled_from([1, 16]),
     radix=st.booleans(),
+    slots=st.integers(24, 60),
     chunked_prefill_size=st.sampled_from([64, 208, 8192]),
-    schedule_conservativeness=st.sampled_from([1.0, 0.3, 0.01]),
+    schedule_conservativeness=st.sampled_from([1.0, 0.3]),
 )
 
 
@@ -30,8 +40,8 @@ def submitted(server: Config, requests: list[tuple[float, Sizes]]) -> Simulator:
     return simulator
 
 
-@settings(max_examples=100, deadline=None)
-@given(server=SERVERS, requests=ARRIVALS)
+@settings(max_examples=200, deadline=None)
+@given(server=SERVERS | PRESSED, requests=ARRIVALS)
 def test_jumps_give_what_single_steps_give(server: Config, requests: list[tuple[float, Sizes]]) -> None:
     wanted = slow(server, requests)
     expected = sorted(wanted.go())
@@ -45,7 +55,7 @@ def test_jumps_give_what_single_steps_give(server: Config, requests: list[tuple[
 
 
 @settings(max_examples=60, deadline=None)
-@given(server=SERVERS, requests=ARRIVALS)
+@given(server=SERVERS | PRESSED, requests=ARRIVALS)
 def test_every_request_ends_once_and_no_pool_overflows(server: Config, requests: list[tuple[float, Sizes]]) -> None:
     simulator = submitted(server, requests)
     told = run(simulator)

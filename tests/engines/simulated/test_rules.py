@@ -52,13 +52,21 @@ def test_the_reserve_of_those_that_run_shrinks_with_every_step() -> None:
 
 
 def test_the_ratio_is_back_at_its_start_after_idling() -> None:
-    settings = config(tokens=10_000, cap=99, radix=False)
-    simulator = at_once(settings, (100, 700, 1000))
+    # The first, alone, brings the ratio down to 0.098. After idling one runs and 20 come: 10,500 less some 115 tokens
+    # of the one, less 0.7 x some 985, leave 9,696: room for 8 of 1,101, and not for a ninth, as 0.098 would.
+    simulator = at_once(config(tokens=10_500, cap=99, radix=False), (100, 700, 1000))
     run(simulator)
+    simulator.submit(1000.0, "one", 100, 500, 1000)
     for number in range(20):
-        simulator.submit(1000.0, f"later {number}", 100, 500, 1000)
-    simulator.submit(1000.1, "last", 100, 500, 1000)
-    assert lines(run(simulator, until_s=1001.0))[0].new_seqs == 9
+        simulator.submit(1001.0, f"later {number}", 100, 500, 1000)
+    assert [line.new_seqs for line in lines(run(simulator, until_s=1003.0)) if line.new_seqs] == [1, 8]
+
+
+def test_4096_tokens_at_most_count_of_a_running_request_too() -> None:
+    # After some 20 steps 13,000 - 120 - 0.68 x 4,096 leave 10,095 for 8,000 + 11; with 0.68 x 7,980 it would be 7,454.
+    simulator = at_once(config(tokens=13_000, cap=99), (100, 500, 8000))
+    simulator.submit(1.0, "long", 8000, 5, 10)
+    assert kinds(events(run(simulator, until_s=5.0)), "first_token") == [0, "long"]
 
 
 def test_a_full_batch_admits_again_only_when_one_leaves() -> None:
@@ -150,6 +158,13 @@ def test_the_radix_cache_keeps_what_has_ended_until_the_room_is_needed() -> None
     simulator.submit(1000.0, "next", 300, 2, 10)
     run(simulator)
     assert simulator.gauges(2000.0)["kv_evictable_tokens"] == 901
+
+
+def test_the_radix_cache_keeps_two_state_slots_of_each_as_long_as_there_are_any() -> None:
+    simulator = at_once(config(tokens=10_000, cap=1, slots=9), *[(200, 101, 200)] * 6)
+    run(simulator)
+    gauges = simulator.gauges(1e6)
+    assert (gauges["mamba_evictable_tokens"], gauges["kv_evictable_tokens"]) == (8, 4 * 300)
 
 
 def test_gen_throughput_counts_from_one_decode_line_to_the_next_with_the_pauses_between() -> None:

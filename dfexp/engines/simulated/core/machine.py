@@ -93,10 +93,9 @@ class Pools:
         self._residues[offset % self._page] += by
         self.holders += by
 
-    def keep(self, tokens: int, step: int) -> None:
-        """The radix cache, if there is one, takes over the whole pages of a request; to be called before it goes."""
+    def keep(self, tokens: int) -> None:
+        """The radix cache, if there is one, takes over the whole pages of a request."""
         if self._is_cached:
-            self._trim(step)
             self._cached.append(tokens // self._page * self._page)
             self._cached_tokens += self._cached[-1]
 

@@ -277,7 +277,7 @@ class Simulator:
                 self._tell("first_token", request)
         while self._running and self._running[0][0] <= self._steps:
             request = heappop(self._running)[2]
-            self._pools.keep(request.prompt + request.tokens(self._steps) - 1, self._steps)
+            self._pools.keep(request.prompt + request.tokens(self._steps) - 1)
             self._leave(request)
             self._end(request, "aborted" if request.aborted else "finished")
             self._full = False
