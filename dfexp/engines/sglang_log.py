@@ -19,8 +19,15 @@ _MEMORY = (
     (r"Process \d+ has ([\d.]+ \w+)", "held by another process"),
 )
 _NOISE = re.compile(r"server_args=|launch_command|Ignore import error|KV pool holds")
-_ERROR = re.compile(r"(?:\[[^\]]*\] ?)?((?:[\w.]*(?:Error|Exception)|SystemExit)(?:: .*)?)$")
-_CONSEQUENCE = re.compile(r"EOFError|BrokenPipe|died during initialization|see the error messages above|CancelledError")
+_ERROR = re.compile(r"^(?:\[[^\]]*\] ?)?((?:[\w.]*(?:Error|Exception|OutOfResources)|SystemExit)(?::.*)?)$")
+_CONSEQUENCE = re.compile(r"EOFError|BrokenPipe|died during init|error messages above|Cancelled|NCCL error|by peer")
+# What only a server writes that goes on, or fails right behind it; what one that ends; and where an end can begin.
+_ALIVE = re.compile(r"\[[\d-]+ \d\d:[^\]]*\] (?!.*(?:rror|xception(?!: T)|xit code|SIG|sigquit|kill_|terminated|dead))")
+_ENDS = re.compile(r"hit an exception: |to bind on address|Fatal Python error|SIGTERM received|sigquit from a")
+_BEGINS = re.compile(
+    r"Traceback \(most|Killed|Bus error|: error: |xit code:? -|terminated with -|Watchdog caught|terminate called"
+    rf"|: No module|{_ENDS.pattern}|{_ERROR.pattern}"
+)
 _QUOTED_SECRET = re.compile(r"((?:key|token|secret|password)['\"]?\s*[=:]\s*)(['\"]).*?\2", re.IGNORECASE)
 
 
@@ -29,18 +36,35 @@ def diagnose(log_text: str) -> str:
 
     Args: log_text, what the server printed since it was started, whole or without its middle.
     """
-    lines = [line for line in log_text.split("\n") if not _NOISE.search(line)]
-    text = "\n".join(lines)
-    words, errors = "", [found.group(1) for line in lines if (found := _ERROR.match(line))]
-    for cause in _table()["causes"]:
-        if match := re.search(cause["seen"], text, re.MULTILINE):
-            quoted = textwrap.shorten(next(filter(None, match.groups()), match.group()), 200).rstrip(".")
-            words = cause["say"].format(quoted, **match.groupdict(), **_memory(log_text), **_table()["words"])
-            break
-    else:
-        first_hand = [error for error in errors if not _CONSEQUENCE.search(error)]
-        words = _table()["unknown" if first_hand else "silent"].format(*(error[:300] for error in first_hand[-1:]))
-    return hide_secrets(_QUOTED_SECRET.sub(r"\1(hidden)", words))
+    # Of long lines and long failures the beginning and the end are read, so that no log takes more than seconds.
+    lines = [line[:2000] + line[2000:][-2000:] for line in log_text.split("\n") if not _NOISE.search(line)]
+    end = lines[_failure(lines) :]
+    end = end[:5000] + end[5000:][-5000:]
+    errors = [index for index, line in enumerate(end) if _ERROR.match(line) and not _CONSEQUENCE.search(line)]
+    first = errors[-1] if errors else 0
+    # The error that ended the server says more than what was written on the way there.
+    looks = [("causes", end[first:]), ("causes", end), ("unknown" if errors else "endings", end[first:])]
+    told = (_told(log_text, "\n".join(lines), "\n".join(part), kind) for kind, part in looks)
+    return hide_secrets(_QUOTED_SECRET.sub(r"\1(hidden)", next(filter(None, told), _table()["silent"])))
+
+
+def _failure(lines: list[str]) -> int:
+    """Index of the line where the failure begins that ended the server: behind the last sign that it went on."""
+    last = next((index for index, line in enumerate(lines, 1) if _ENDS.search(line)), len(lines))
+    alive = next((index for index in range(last, 0, -1) if _ALIVE.match(lines[index - 1])), 0)
+    return next((index for index in range(alive, len(lines)) if _BEGINS.search(lines[index])), alive)
+
+
+def _told(log_text: str, whole: str, part: str, kind: str) -> str | None:
+    """Words of the first cause of a kind that is seen in this part of the log; None where there is none."""
+    for cause in _table()[kind]:
+        seen = re.search(cause["seen"], part, re.MULTILINE)
+        clue = re.search(cause.get("clue", ""), whole, re.MULTILINE) if seen else None
+        if seen and clue:
+            match = clue if clue.group() else seen
+            quoted = textwrap.shorten(next(filter(None, match.groups()), match.group()), 300).rstrip(". ")
+            return str(cause["say"].format(quoted, **match.groupdict(), **_memory(log_text, part), **_table()["words"]))
+    return None
 
 
 @functools.cache
@@ -48,11 +72,11 @@ def _table() -> dict[str, Any]:
     return dict(yaml.safe_load(files("dfexp.engines").joinpath("sglang_causes.yaml").read_text(encoding="utf-8")))
 
 
-def _memory(text: str) -> dict[str, str]:
+def _memory(log_text: str, part: str) -> dict[str, str]:
     """What the log says of memory, and the fraction that the weights alone take."""
-    startup = read_startup(text.split("\n"))
+    startup = read_startup([line for line in log_text.split("\n") if re.search("Load weight|server_args=", line)][:500])
     before, after = startup.get("load_begin_gib"), startup.get("load_end_gib")
-    parts = [f"{found.group(1)} {words}" for pattern, words in _MEMORY if (found := re.search(pattern, text))]
+    parts = [f"{found.group(1)} {words}" for pattern, words in _MEMORY if (found := re.search(pattern, part))]
     parts += [
         f"{gib} GiB free {when} loading" for gib, when in ((before, "before"), (after, "after")) if gib is not None
     ]
