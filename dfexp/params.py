@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,12 +10,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, field_validator
 
 from dfexp.errors import ParamsError
-from dfexp.params_errors import explain, hide_secrets, shown
+from dfexp.params_errors import explain, hide_secrets, looks_secret, shown
 from dfexp.params_plan import FlagValues, PlanGroup
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s@]+(/[^\s@]*)?$")]
+NamedPath = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00/. ][^\x00/]*/*$")]
 Count = Annotated[int, Field(ge=1)]
 _OWN_BODY_KEYS = ("model", "messages", "stream", "stream_options", "n")
 
@@ -58,8 +58,8 @@ class SglangFleet(OwnFleet):
     """SGLang servers, one per GPU or per tensor-parallel group of GPUs."""
 
     engine: Literal["sglang"]
-    model: str = Field(description="folder of the model, or its name on the model hub")
-    python: str | None = Field(None, description="interpreter of the environment that has SGLang; default: this one")
+    model: NamedPath = Field(description="folder of the model, or its name on the model hub")
+    python: NamedPath | None = Field(None, description="interpreter of an environment with SGLang; default: this one")
     device: Literal["cuda", "cpu"] = Field("cuda", description="cpu is for trying things out")
     gpus: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="GPUs to use; default: the first ones")
     flags: FlagValues = Field(default_factory=dict, description="SGLang flags by name, _ for -")
@@ -75,13 +75,26 @@ class SglangFleet(OwnFleet):
     accepted_checks: list[str] = Field(default_factory=list, description="checks of preflight that may fail, by name")
     start_timeout_s: float = Field(1800.0, gt=0, description="time to the first generated token of all")
 
-    @field_validator("env")
+    @field_validator("gpus")
     @classmethod
-    def _env_holds_no_secret(cls, env: dict[str, str]) -> dict[str, str]:
-        for name in env:
-            if re.search("KEY|TOKEN|SECRET|PASSWORD", name, re.IGNORECASE):
-                raise ValueError(f"{name} looks like a secret, which a parameter file never holds. Export it instead.")
-        return env
+    def _gpus_are_distinct(cls, gpus: list[int] | None) -> list[int] | None:
+        if gpus and len(set(gpus)) < len(gpus):
+            raise ValueError("it names a GPU twice. Name each once.")
+        return gpus
+
+    @field_validator("env", "flags")
+    @classmethod
+    def _can_be_handed_over(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name, value in given.items():
+            if name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+                raise ValueError(f"{name} is set by dfexp for each server. Leave it out; use fleet.gpus.")
+            if looks_secret(name, value):
+                raise ValueError(
+                    f"{name} looks like a secret, which no parameter file holds. Leave it out or export it."
+                )
+            if any("\0" in str(item) for item in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"{name} holds a NUL character, which no program can be given. Remove it.")
+        return given
 
 
 class ExternalFleet(FleetGroup):

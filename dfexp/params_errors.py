@@ -10,10 +10,13 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-SECRET_KEY = re.compile(r"(?i)(keys?|token|secrets?|passw(or)?d|passphrase|credentials?|authorization|_env)$")
+SECRET_KEY = re.compile(
+    r"(?i)(keys?|(?<!per_|rst_)token|secrets?|pass(w(or)?d|phrase)?|_p(at|wd)|credentials?|authorization)[_\d]*$"
+)
 _SECRET_TEXT = re.compile(
     r"(?i)(?<=://)\S+(?=@)"
-    r"|(?<=bearer )\S+|(?:(?<=key=)|(?<=token=)|(?<=secret=)|(?<=password=))[^&\s'\"]+|\b(?:sk|hf|ghp|pk)[-_][\w-]{8,}"
+    r"|(?<=bearer )\S+|(?:(?<=key=)|(?<=token=)|(?<=secret=)|(?<=password=))[^&\s'\"]+"
+    r"|(?:(?<=key\":)|(?<=token\":)|(?<=secret\":)|(?<=password\":))\s*\"[^\"]+\"|\b(?:sk|hf|ghp|pk)[-_][\w-]{8,}"
 )
 
 
@@ -42,7 +45,7 @@ def shown(value: Any, key: str = "", depth: int = 0) -> str:
     is_count = isinstance(value, int | float) and "token" in key.lower()  # max_token: 64, misspelt
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else str(value).lower()
-    if SECRET_KEY.search(key) and not is_count:
+    if SECRET_KEY.search(key.removesuffix("_env")) and not is_count:
         return "(hidden)"
     if isinstance(value, Mapping | list) and depth > 3:
         return "..."
@@ -58,6 +61,11 @@ def shown(value: Any, key: str = "", depth: int = 0) -> str:
 def hide_secrets(text: str) -> str:
     """The text without passwords in URLs and without what looks like an access token."""
     return _SECRET_TEXT.sub("***", text)
+
+
+def looks_secret(name: str, value: Any) -> bool:
+    """Whether a variable or a flag of this name and value would give a secret away."""
+    return bool(SECRET_KEY.search(name)) or hide_secrets(str(value)) != str(value)
 
 
 def _keys(model: type[BaseModel], loc: tuple[str, ...] = (), dotted: str = "") -> Iterator[_Key]:

@@ -19,7 +19,7 @@ import psutil
 
 from dfexp.capacity.errors import DoesNotFit, FlagsRefused
 from dfexp.capacity.flags import own_name, rules
-from dfexp.capacity.plan_command import Prepared, plan_of, prepare
+from dfexp.capacity.plan_command import Prepared, predicted, require_room
 from dfexp.capacity.shape import GIB
 from dfexp.engines.base import engine_for
 from dfexp.engines.sglang import SglangEngine
@@ -29,12 +29,14 @@ from dfexp.errors import DfexpError, FleetError
 from dfexp.hardware import CONTEXT_MIB, GpuNow, find_gpu, gpus_now
 from dfexp.jsonl import read_json
 from dfexp.params import RunSpec
+from dfexp.records import ServerLimits
 
 BYTES_PER_TOKEN, LEAST_DISK_GIB, SPARE_FILES = 6, 5, 256
 IDLE_SHARE = 0.03
 """Part of a GPU's memory that the driver may hold while nobody uses it."""
 _TABLE = json.loads(files("dfexp").joinpath("preflight.json").read_text(encoding="utf-8"))
 _BLACKWELL = (10, 11, 12)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (not everywhere)
 T = TypeVar("T")
 
 
@@ -131,7 +133,7 @@ def _tried(call: Callable[[], T]) -> tuple[T | None, str]:
     """What a call gives, or the words of its error."""
     try:
         return call(), ""
-    except DfexpError as error:
+    except (DfexpError, OSError, psutil.Error) as error:
         return None, str(error)
 
 
@@ -144,8 +146,10 @@ def _sglang(engine: SglangEngine) -> tuple[list[Check], list[GpuNow], str]:
     for version, (argv, words) in _arguments(engine, installed).items():
         refused[version] = words
         if installed and installed.flags and argv is not None:
-            refused[version] = engine.installation((*engine.command(30000)[3:], *argv)).refused or ""
-    faults, config = model_faults(folder, flags) if folder.is_dir() else ([], {})
+            again, words = _tried(partial(engine.installation, (*engine.command(30000)[3:], *argv)))
+            refused[version] = (again.refused or "") if again else words
+    seen, fault = _tried(lambda: model_faults(folder, flags) if folder.is_dir() else ([], {}))
+    faults, config = seen or ([fault], {})
     checks = [of_sglang(installed, problem), of_flags(installed, refused), of_model(engine.model_path, faults, config)]
     version = (installed and installed.sglang_version) or ""
     if group.device == "cpu":
@@ -186,13 +190,12 @@ def model_faults(folder: Path, flags: Mapping[str, Any]) -> tuple[list[str], Map
     if name in there:
         index, problem = _tried(partial(read_json, folder / name)) if not problem else (None, problem)
     named = (index or {}).get("weight_map")
-    weights = (
-        set(named.values()) if isinstance(named, dict) else {name for name in there if name.endswith(".safetensors")}
-    )
+    found = [name for name in there if name.endswith(".safetensors")]
+    weights = set(map(str, named.values() if isinstance(named, dict) else found))
     lost = sorted(name for name in weights if there.get(name, 0) < 512)  # a pointer of Git LFS has some 130 bytes
     settings = folder / "tokenizer_config.json"
     has_template = "chat_template" in flags or any(name.startswith("chat_template.") for name in there)
-    has_template = has_template or (settings.exists() and '"chat_template"' in settings.read_text("utf-8", "replace"))
+    has_template = has_template or (settings.is_file() and '"chat_template"' in settings.read_text("utf-8", "replace"))
     faults = {
         problem: True,
         "no config.json that names architectures": not problem and not (config or {}).get("architectures"),
@@ -299,22 +302,24 @@ def _capacity(spec: RunSpec, root: Path, version: str, chosen: Sequence[GpuNow])
         kind, _ = _tried(partial(find_gpu, chosen[0].name))
         known |= {"free_gib": min(gpu.free_bytes for gpu in chosen) / GIB - CONTEXT_MIB / 1024}
         known |= {"gpu": kind.name} if kind else {}
-    prepared = None
-    try:
-        prepared = prepare(plan_of(spec, root).model_copy(update=known), [])
-        memory = prepared.setting.memory()
-    except (DoesNotFit, FlagsRefused) as error:
-        return prepared, [judged("capacity", str(error), "")]
-    except DfexpError as error:
-        return prepared, [noted("capacity", f"not checked: {error}")]
-    room = f"{memory.max_running_requests} requests at once, {memory.max_total_num_tokens:,} KV tokens a server"
-    return prepared, [judged("capacity", "", f"{room} on {prepared.setting.server.gpu.name} (predicted)")]
+    prepared, memory = predicted(spec, root, **known)
+    # What is required of servers once they are up is required here, of those that are predicted for these GPUs.
+    gpu, room, found = known.get("gpu", spec.plan.gpu), ServerLimits(), ""
+    if not isinstance(memory, DfexpError):
+        cap, tokens = memory.max_running_requests, memory.max_total_num_tokens
+        said = f"sglang {version or spec.plan.sglang_version}"
+        room = ServerLimits(max_running_requests=cap, max_total_num_tokens=tokens, engine_version=said)
+        found = f"{cap} requests at once, {tokens:,} KV tokens a server on {gpu} (predicted)"
+    _, problem = _tried(partial(require_room, spec, root, {f"on {gpu}, as predicted": room}))
+    problem = str(memory) if isinstance(memory, DoesNotFit | FlagsRefused) else problem
+    check = judged("capacity", problem, found) if problem or found else noted("capacity", f"not checked: {memory}")
+    return prepared, [check]
 
 
 def _machine(spec: RunSpec, root: Path, prepared: Prepared | None) -> list[Check]:
     """The checks of every engine: disk, open files, ports, shared memory."""
     outputs, group, asked = root / spec.outputs, spec.fleet, spec.generation.concurrency
-    folder = next(path for path in (outputs, *outputs.parents) if path.exists())
+    folder = next(path for path in (outputs, *outputs.parents) if os.path.exists(path))
     free_gib = shutil.disk_usage(folder).free / GIB if os.access(folder, os.W_OK) else 0.0
     tokens = prepared.setting.prompts * prepared.setting.workload.completion.mean if prepared else 0.0
     flags = {own_name(name): value for name, value in getattr(group, "flags", {}).items()}
@@ -326,10 +331,14 @@ def _machine(spec: RunSpec, root: Path, prepared: Prepared | None) -> list[Check
     checks = [enough("disk", free_gib, LEAST_DISK_GIB + tokens * BYTES_PER_TOKEN / GIB, f"GiB to write to in {folder}")]
     checks += [enough("open files", float("inf") if limit < 0 else limit, requests + SPARE_FILES, what)]
     if first := getattr(group, "first_port", None):
-        used = {item.laddr.port for item in psutil.net_connections("tcp") if item.laddr and item.status == "LISTEN"}
-        checks += [of_ports(range(first, first + servers), used)]
+        links, problem = _tried(partial(psutil.net_connections, "tcp"))
+        used = {item.laddr.port for item in links or () if item.laddr and item.status == "LISTEN"}
+        checks += [noted("ports", problem) if problem else of_ports(range(first, first + servers), used)]
     if (_tried(partial(gpus_per_server, flags))[0] or 1) > 1:
-        checks += [enough("shared memory", shutil.disk_usage("/dev/shm").free / GIB, servers, "GiB")]  # noqa: S108
+        usage, problem = _tried(partial(shutil.disk_usage, _SHARED_MEMORY))
+        checks += [
+            enough("shared memory", usage.free / GIB, servers, "GiB") if usage else noted("shared memory", problem)
+        ]
     return checks
 
 

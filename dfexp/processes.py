@@ -33,7 +33,7 @@ class ProcessId:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return None
             return cls(pid, _start_stamp(process))
-        except (psutil.Error, OSError):
+        except (psutil.Error, OSError, ValueError):  # ValueError: a pid below 0, as a damaged file may have it
             return None
 
     @classmethod

@@ -15,6 +15,10 @@ class UnsupportedModel(CapacityError):
     """The model is recognised, but its memory layout is not modelled; the message says which part and what to do."""
 
 
+class UnknownModel(CapacityError):
+    """A model's name is neither a path nor in the table; the message lists the nearest names."""
+
+
 class FlagsRefused(CapacityError):
     """SGLang would refuse this combination of flags when it starts; the message names the flags and the fix."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dfexp.capacity.config import from_config
-from dfexp.capacity.errors import CapacityError
+from dfexp.capacity.errors import CapacityError, UnknownModel
 from dfexp.capacity.shape import GIB, ModelShape, dtype_bytes
 
 
@@ -99,7 +99,7 @@ def _entry(model: str) -> tuple[str, dict[str, Any]]:
         return name, table[name]
     near = difflib.get_close_matches(model.lower(), names, n=1)
     hint = f"Did you mean {names[near[0]]}? " if near else ""
-    raise CapacityError(
+    raise UnknownModel(
         f"model {model!r} is neither a path nor in the shipped table. {hint}Known: {', '.join(table)}. "
         "Or give the folder that holds its config.json."
     )

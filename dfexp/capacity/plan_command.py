@@ -13,15 +13,15 @@ from typing import Any
 from dfexp import prompts
 from dfexp.capacity import check, workload
 from dfexp.capacity.cost import Server
-from dfexp.capacity.errors import CapacityError, TooLittleRoom
+from dfexp.capacity.errors import CapacityError, DoesNotFit, FlagsRefused, TooLittleRoom, UnknownModel
 from dfexp.capacity.flags import modelled, parse_flags, rules
-from dfexp.capacity.memory import Free
+from dfexp.capacity.memory import Free, MemoryPlan
 from dfexp.capacity.models import Model, load_model
 from dfexp.capacity.planner import Candidate, Plan, Setting, make_plan
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.throughput import Sample, calibrate
-from dfexp.errors import PromptsError
-from dfexp.hardware import Efficiency, find_gpu
+from dfexp.errors import DfexpError, PromptsError
+from dfexp.hardware import Efficiency, UnknownGpu, find_gpu
 from dfexp.params import RunSpec, SglangFleet
 from dfexp.params_plan import LengthPart, PlanGroup
 from dfexp.records import Prompt, ServerLimits
@@ -31,6 +31,8 @@ OPENING_CHARS = 4096
 Z95 = 1.6448536269514722
 """Standard deviations from the median to the 95th percentile."""
 _WORDS = ("why", "flags")
+MISTAKES = (DoesNotFit, FlagsRefused, UnknownGpu, UnknownModel)
+"""Why a launch with this plan must not begin; after other errors nothing is predicted, so that nothing is required."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,25 +75,46 @@ def plan_of(spec: RunSpec, root: Path) -> PlanGroup:
     return plan
 
 
+def predicted(spec: RunSpec, root: Path, **known: Any) -> tuple[Prepared | None, MemoryPlan | DfexpError]:
+    """The setting of a run's `plan` group and the room of a server in it, as far as they can be had.
+
+    Args: known, what counts instead of the group's own values.
+    """
+    prepared = None
+    try:
+        prepared = prepare(plan_of(spec, root).model_copy(update=known), [])
+        return prepared, prepared.setting.memory()
+    except DfexpError as error:
+        return prepared, error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return prepared, CapacityError(f"a field of the model's config.json is not what it should be: {error!r}.")
+
+
 def require_room(spec: RunSpec, root: Path, limits: Mapping[str, ServerLimits | None]) -> None:
     """Raise TooLittleRoom where a server has less than fleet.least_share_of_plan of what the plan predicts.
 
-    Args: limits, what each server says of itself; None for one that does not answer.
+    Args: limits, what each server says of itself; None for one that does not answer. Raises any of MISTAKES; returns
+    where the plan cannot be predicted, or where fleet.accepted_checks names `capacity`.
     """
     group = spec.fleet
     if spec.plan is None or not isinstance(group, SglangFleet) or not group.least_share_of_plan:
         return
+    if "capacity" in group.accepted_checks:
+        return
     said = next((each.engine_version for each in limits.values() if each and each.engine_version), None)
     version = said.partition(" ")[2] if said else spec.plan.sglang_version
-    plan = plan_of(spec, root).model_copy(update={"sglang_version": version, "prompts": 1, "shared_prefix_share": 0.0})
-    expected = prepare(plan, []).setting.memory()
+    _, expected = predicted(spec, root, sglang_version=version, prompts=1, shared_prefix_share=0.0)
+    if isinstance(expected, MISTAKES):
+        raise expected
+    if isinstance(expected, DfexpError):
+        return
     short = [
-        f"  {name}: {number} is {actual:,}, {actual / predicted:.0%} of the {predicted:,} predicted"
+        f"  {name}: {number} is {actual:,}, {actual / planned:.0%} of the {planned:,} predicted"
         for name, each in limits.items()
         if each is not None
         for number in ("max_running_requests", "max_total_num_tokens")
-        if (actual := getattr(each, number)) and (predicted := getattr(expected, number))
-        if actual < group.least_share_of_plan * predicted
+        if (actual := getattr(each, number)) and (planned := getattr(expected, number))
+        if actual < group.least_share_of_plan * planned
     ]
     if short:
         lines = "\n".join(short)

@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import dfexp
 from dfexp.cli import ahead, fleets, runs
-from dfexp.cli.common import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_WRONG
+from dfexp.cli.common import EXIT_FAILED, EXIT_CTRL_C, EXIT_OK, EXIT_STOPPED, EXIT_WRONG, amount, told
 from dfexp.errors import DfexpError, ParamsError, RunStopped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit status: 0 done, 1 failed, 2 wrong input (nothing started), 3 stopped before the end."""
+    """Run a command. Exit status: 0 done, 1 failed, 2 wrong input (nothing started), 3 stopped early, 130 Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
         return int(args.call(args))
-    except RunStopped as error:
-        return _told(error, EXIT_STOPPED)
-    except ParamsError as error:
-        return _told(error, EXIT_WRONG)
-    except DfexpError as error:
-        return _told(error, EXIT_FAILED)
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         return EXIT_OK
-    except OSError as error:
-        return _told(error, EXIT_FAILED)
-
-
-def _told(error: Exception, code: int) -> int:
-    with contextlib.suppress(OSError):
-        print(f"dfexp: {error}", file=sys.stderr)
-    return code
+    except (DfexpError, OSError, KeyboardInterrupt) as error:
+        codes: dict[type, int] = {RunStopped: EXIT_STOPPED, ParamsError: EXIT_WRONG, KeyboardInterrupt: EXIT_CTRL_C}
+        return told(str(error) or "interrupted", codes.get(type(error), EXIT_FAILED))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dfexp", description=dfexp.__doc__)
     parser.add_argument("--version", action="version", version=f"dfexp {dfexp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    of_fleets = commands.add_parser("fleet", help="servers: up, status, reconfigure, down").add_subparsers(
-        metavar="ACTION", required=True
-    )
-    capacities = commands.add_parser("capacity", help="the capacity model: check").add_subparsers(
-        metavar="ACTION", required=True
-    )
+    action: dict[str, Any] = {"metavar": "ACTION", "required": True}
+    of_fleets = commands.add_parser("fleet", help="servers: up, status, reconfigure, down").add_subparsers(**action)
+    capacities = commands.add_parser("capacity", help="the capacity model: check").add_subparsers(**action)
     as_json = ("--json", {"action": "store_true", "help": "for machines"})
     reports = ("file", {"type": Path, "metavar": "FILE", "help": "startup reports, one JSON object a line"})
     setting = ("--set", {"action": "append", "default": [], "metavar": "GROUP.KEY=VALUE", "help": "wins over the file"})
@@ -56,12 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     outputs = ("--outputs", {"default": "outputs", "help": "folder of all runs and fleets"})
     kinds = {"nargs": "*", "metavar": "KIND", "help": "send failed rows again: all, or these kinds"}
     now = ("--now", {"action": "store_true", "help": "cut off requests in flight"})
-    drain = ("--drain-s", {"type": float, "default": 10.0, "help": "seconds that requests in flight get"})
+    drain = ("--drain-s", {"type": amount, "default": 10.0, "help": "seconds that requests in flight get"})
     canary = (
-        ("--canary-s", {"type": float, "default": 120.0, "help": "seconds of each measured window"}),
-        ("--least-speed", {"type": float, "default": 0.95, "help": "least rate of the first server, of the expected"}),
+        ("--canary-s", {"type": amount, "default": 120.0, "help": "seconds of each measured window"}),
+        ("--least-speed", {"type": amount, "default": 0.95, "help": "least share of the rate that is expected"}),
         ("--no-canary", {"action": "store_true", "help": "check the answers only, not the speed"}),
-        ("--drain-s", {"type": float, "help": "then send requests in flight again; default: all the time they need"}),
+        ("--drain-s", {"type": amount, "help": "then requests in flight are sent again; default: they may finish"}),
     )
     for group, name, call, arguments in (
         (commands, "run", runs.run, (params_file, setting)),

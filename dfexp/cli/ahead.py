@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from dfexp import params, preflight, prompts
+from dfexp import fleet, params, preflight, prompts
 from dfexp.capacity import plan_command
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK
 from dfexp.engines.base import engine_for
+from dfexp.errors import FleetError
 from dfexp.layout import project_root
 
 
@@ -25,13 +26,19 @@ def check(args: argparse.Namespace) -> int:
 def preflight_run(args: argparse.Namespace) -> int:
     """`dfexp preflight PARAMS`: what the servers of a run need and this machine has or lacks, and what would start."""
     spec, root = params.load(args.params, args.set), project_root()
+    try:
+        if fleet.is_running(spec, root):
+            print(f"fleet {spec.fleet_name!r} runs already; its own ports and memory count as taken")
+    except FleetError as error:  # a damaged record, which no other check needs
+        print(error)
     checks = preflight.checks_for(spec, root)
     print(preflight.render(checks))
     for version, commands in preflight.launches_for(spec, root).items():
         print(f"\nwith SGLang {version}, and for each server a private file with its API key:\n  {commands[0]}")
         known = set(commands[0].split())
         for number, command in enumerate(commands[1:], 2):
-            print(f"  server {number}: the same with {', '.join(w for w in command.split() if w not in known)}")
+            others = [w for w in command.split() if w not in known] + ["another free port"] * ("--port 0" in command)
+            print(f"  server {number}: the same with {', '.join(others)}")
     return EXIT_FAILED if any(check.state == "fail" for check in checks) else EXIT_OK
 
 

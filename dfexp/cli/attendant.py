@@ -103,10 +103,8 @@ class Attendant:
 
     def _claim(self) -> None:
         """A fleet that was not there before this command is its own."""
-        if self._foreign is None and (identity := _fleet_identity(self._spec, self._root)) not in (
-            None,
-            self._launched,
-        ):
+        identity = None if self._foreign is not None else _fleet_identity(self._spec, self._root)
+        if identity not in (None, self._launched):
             self._launched = identity
             with contextlib.suppress(OSError):  # a full disk; only a kill of this command would need the mark
                 self._mark.write_text(str(identity))

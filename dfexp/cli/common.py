@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -9,7 +11,21 @@ from pathlib import Path
 from dfexp.errors import RunError
 from dfexp.layout import RunFolder, project_root
 
-EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 0, 1, 2, 3
+EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED, EXIT_CTRL_C = 0, 1, 2, 3, 130
+
+
+def amount(text: str) -> float:
+    """A number given on the command line. Raises ValueError; ArgumentTypeError: negative or not finite."""
+    if not 0 <= (number := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number of at least 0")
+    return number
+
+
+def told(error: object, code: int) -> int:
+    """The exit status `code`, after a line that says why."""
+    with contextlib.suppress(OSError):
+        print(f"dfexp: {error}", file=sys.stderr)
+    return code
 
 
 def find_run(text: str) -> RunFolder:

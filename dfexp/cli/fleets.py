@@ -6,7 +6,8 @@ import argparse
 
 from dfexp import fleet, params
 from dfexp.capacity.plan_command import require_room
-from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say, told
+from dfexp.errors import FleetError
 from dfexp.generate.reconfigure import reconfigure as change
 from dfexp.layout import FleetFolder, project_root
 from dfexp.records import ServerLimits
@@ -27,11 +28,15 @@ def status(args: argparse.Namespace) -> int:
     """`dfexp fleet status [NAME]`: each server, its process and its room."""
     root = project_root()
     folders = [FleetFolder.named(root, args.outputs, args.name)] if args.name else fleet.list_fleets(root, args.outputs)
+    outcome = EXIT_OK
     for folder in folders:
-        print_fleet(fleet.attach(folder))
+        try:
+            print_fleet(fleet.attach(folder))
+        except FleetError as error:  # the others are there all the same
+            outcome = told(error, EXIT_FAILED)
     if not folders:
         print(f"no fleets under {root / args.outputs / 'fleets'}")
-    return EXIT_OK
+    return outcome
 
 
 def reconfigure(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from dfexp.capacity.errors import CapacityError
 from dfexp.capacity.flags import Rules, Since, as_list, option, own_name, parse_flags, refuse, rules, written
 from dfexp.errors import FleetError
-from dfexp.params_errors import SECRET_KEY, shown
+from dfexp.params_errors import looks_secret, shown
 
 FlagTable = Mapping[str, Mapping[str, Any]]
 """Option to `action`, `choices`, `dest`, `type` and, where known, `nargs`, as SGLang's own argparse parser has them."""
@@ -100,8 +100,7 @@ def _refuse_own(name: str, value: Any) -> None:
     """Raise FleetError for a flag that dfexp sets itself, or that would show a secret to everyone on the machine."""
     if name in _INSTEAD:
         raise FleetError(f"fleet.flags.{name} = {shown(value, name)}: {_INSTEAD[name]}.")
-    is_count = name.endswith(("first_token", "per_token"))
-    if (SECRET_KEY.search(name) and not is_count) or name == "watermark_config":
+    if looks_secret(name, value) or name == "watermark_config":
         raise FleetError(
             f"fleet.flags.{name}: flags are seen by everyone on the machine, so no secret may be among them. Leave it"
             " out; dfexp makes an API key for each fleet and hands it over in a private file."
@@ -145,6 +144,8 @@ def _words(name: str, flag: str, row: Mapping[str, Any], value: Any) -> list[str
     for item in as_list(value):
         if isinstance(item, bool) or not isinstance(item, types):
             raise FleetError(f"{wrong} {words}.")
+        if isinstance(value, list) and isinstance(item, str) and item.startswith("-"):
+            raise FleetError(f"{wrong} a list without {shown(item)}, which SGLang would take for an option.")
         if row["choices"] is not None and str(item) not in map(str, row["choices"]):
             raise FleetError(f"{wrong} one of {', '.join(map(str, row['choices']))}.")
     return written(flag, value)

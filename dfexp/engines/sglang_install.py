@@ -63,13 +63,17 @@ def look(
     Args: python, its path or a name on the PATH; env, variables beside this process's; cwd, as servers will have it;
     argv, for SGLang's own parser. Raises FleetError: no interpreter, or no answer within `timeout_s`.
     """
-    return _look(python, tuple(sorted(env.items())), cwd, tuple(argv), timeout_s)
+    found = _look(python, tuple(sorted(env.items())), cwd, tuple(argv), timeout_s)
+    if isinstance(found, str):
+        raise FleetError(found)
+    return found
 
 
 @functools.cache
 def _look(
     python: str, env: tuple[tuple[str, str], ...], cwd: Path | None, argv: tuple[str, ...], timeout_s: float
-) -> Installation:
+) -> Installation | str:
+    """What the interpreter has, or that it stays silent: nobody waits for that twice. Raises FleetError."""
     command, everything = [shutil.which(python) or python, str(_PROBE), "--", *argv], {**os.environ, **dict(env)}
     try:
         done = subprocess.run(
@@ -77,10 +81,10 @@ def _look(
         )
         return TypeAdapter(Installation).validate_json(done.stdout)
     except subprocess.TimeoutExpired:
-        why = f"did not say within {timeout_s:g} s what it has"
-    except OSError as error:
-        why = f"cannot be run: {error.strerror}"
+        return f"fleet.python: {python} did not say within {timeout_s:g} s what it has. {FIX}"
     except ValidationError:
         said = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-300:]
         why = f"is no Python that works (exit status {done.returncode}): {said!r}"
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in an argument or a variable
+        why = f"cannot be run: {getattr(error, 'strerror', None) or error}"
     raise FleetError(f"fleet.python: {python} {why}. {FIX}")

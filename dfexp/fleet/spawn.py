@@ -40,8 +40,8 @@ def spawn(server: Server, identity: str, folder: Path) -> Server:
             child = Popen(
                 server.argv, stdin=DEVNULL, stdout=log, stderr=log, env=env, cwd=folder, start_new_session=True
             )
-    except OSError as error:
-        raise EngineStartError(f"cannot run {server.argv[0]} with its log {server.log}: {error.strerror}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in an argument or a variable
+        raise EngineStartError(f"cannot run {server.argv[0]} with its log {server.log}: {error}.") from None
     found = ProcessId.of(child.pid)
     threading.Thread(target=child.wait, daemon=True).start()  # reaps it whenever it ends
     stamp = found.started if found else "ended at once"
