@@ -37,13 +37,14 @@ def diagnose(log_text: str) -> str:
     Args: log_text, what the server printed since it was started, whole or without its middle.
     """
     # Of long lines and long failures the beginning and the end are read, so that no log takes more than seconds.
-    lines = [line[:2000] + line[2000:][-2000:] for line in log_text.split("\n") if not _NOISE.search(line)]
+    lines = [line[:600] + line[600:][-600:] for line in log_text.split("\n") if not _NOISE.search(line)]
     end = lines[_failure(lines) :]
-    end = end[:5000] + end[5000:][-5000:]
+    end = end[:2000] + end[2000:][-2000:]
     errors = [index for index, line in enumerate(end) if _ERROR.match(line) and not _CONSEQUENCE.search(line)]
     first = errors[-1] if errors else 0
     # The error that ended the server says more than what was written on the way there.
-    looks = [("causes", end[first:]), ("causes", end), ("unknown" if errors else "endings", end[first:])]
+    looks = [("causes", end[first:])] * bool(first)
+    looks += [("causes", end), ("unknown" if errors else "endings", end[first:])]
     told = (_told(log_text, "\n".join(lines), "\n".join(part), kind) for kind, part in looks)
     return hide_secrets(_QUOTED_SECRET.sub(r"\1(hidden)", next(filter(None, told), _table()["silent"])))
 
@@ -59,8 +60,7 @@ def _told(log_text: str, whole: str, part: str, kind: str) -> str | None:
     """Words of the first cause of a kind that is seen in this part of the log; None where there is none."""
     for cause in _table()[kind]:
         seen = re.search(cause["seen"], part, re.MULTILINE)
-        clue = re.search(cause.get("clue", ""), whole, re.MULTILINE) if seen else None
-        if seen and clue:
+        if seen and (clue := re.search(cause.get("clue", ""), whole, re.MULTILINE)):
             match = clue if clue.group() else seen
             quoted = textwrap.shorten(next(filter(None, match.groups()), match.group()), 300).rstrip(". ")
             return str(cause["say"].format(quoted, **match.groupdict(), **_memory(log_text, part), **_table()["words"]))

@@ -320,6 +320,7 @@ _LOAD_END = LOADED.split("\n")[2] + "\n"
         (LOADED + (_LOAD_END + _DECODE) * 3_000, "ends without an error"),
         (_LOAD_END * 60_000 + OOM, "while the pools were made"),
         (LOADED + EXCEPTION + ("  File shared memory nvcc port 3, " * 6 + "\n") * 40_000 + "KeyError: 'x'", "KeyError"),
+        (("x" * 3990 + "\n") * 2_000, "ends without an error"),
         (LOADED + EXCEPTION + "shared memory /dev/shm nvcc " * 300_000 + "\nKeyError: 'x'", "KeyError"),
     ],
 )  # fmt: skip
