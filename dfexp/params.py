@@ -89,9 +89,7 @@ class SglangFleet(OwnFleet):
             if name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
                 raise ValueError(f"{name} is set by dfexp for each server. Leave it out; use fleet.gpus.")
             if looks_secret(name, value):
-                raise ValueError(
-                    f"{name} looks like a secret, which no parameter file holds. Leave it out or export it."
-                )
+                raise ValueError(f"{name} looks like a secret, which no parameter file holds. Export it instead.")
             if any("\0" in str(item) for item in (value if isinstance(value, list) else [value])):
                 raise ValueError(f"{name} holds a NUL character, which no program can be given. Remove it.")
         return given

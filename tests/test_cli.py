@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dfexp import cli, control
+from dfexp import cli, control, fleet, params
+from dfexp.cli.attendant import NOTEBOOKS
 from dfexp.layout import RunFolder
 from dfexp.shards import read_failures, read_rows
 
@@ -133,6 +135,53 @@ def test_status_of_nothing(project: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "no runs" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize("option", ["--canary-s", "--least-speed", "--drain-s"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "fast"])
+def test_an_amount_is_a_finite_number(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["fleet", "reconfigure", "params/small.yaml", f"{option}={value}"])
+    assert caught.value.code == cli.EXIT_WRONG
+    assert f"argument {option}: " in capsys.readouterr().err
+
+
+def test_one_damaged_fleet_hides_no_other(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fleet of somebody else's server, which does not answer, is listed between two that are damaged."""
+    fleets = project / "outputs" / "fleets"
+    group = {"engine": "external", "urls": ["http://127.0.0.1:1"]}
+    fleet.up(params.validate({"run": "b", "fleet": group, "prompts": {"path": "p"}}, "test"), project)
+    for name, text in (("a", "{"), ("c", "null")):
+        (fleets / name).mkdir()
+        (fleets / name / "fleet.json").write_text(text)
+    assert cli.main(["fleet", "status"]) == cli.EXIT_FAILED
+    said = capsys.readouterr()
+    assert "fleet b (external)" in said.out
+    assert [f"{fleets / name / 'fleet.json'} is damaged" in said.err for name in ("a", "c")] == [True, True]
+    assert "Traceback" not in said.err
+    shutil.rmtree(fleets / "a")
+    shutil.rmtree(fleets / "c")
+    assert cli.main(["fleet", "status"]) == cli.EXIT_OK
+    shutil.rmtree(fleets)
+
+
+def test_ctrl_c_while_a_fleet_comes_up_ends_with_one_line(project: Path) -> None:
+    """The server takes the connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        (project / "params" / "silent.yaml").write_text(
+            f"{{run: small, fleet: {{engine: external, model: m, urls: ['{url}']}}, prompts: {{path: p}}}}"
+        )
+        command = [*DFEXP, "fleet", "up", "params/silent.yaml"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            server.accept()
+            process.send_signal(signal.SIGINT)
+            server.close()
+            _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "dfexp: interrupted\n")
+    assert not (project / "outputs" / "fleets" / "small" / "fleet.json").exists()
+
+
 @pytest.mark.slow
 def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(project: Path) -> None:
     folder = RunFolder(project / "outputs" / "small")
@@ -145,7 +194,7 @@ def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(pro
     assert {row["server"] for row in read_rows(folder.completions)} == {
         server["name"] for server in (control.read_status(folder) or {})["servers"]
     }
-    for name in cli.NOTEBOOKS:
+    for name in NOTEBOOKS:
         assert (folder.notebooks / f"{name}.ipynb").exists()
         assert (folder.notebooks / f"{name}.html").exists()
     assert list(folder.report.glob("*.csv"))

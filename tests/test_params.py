@@ -15,6 +15,7 @@ from dfexp.params import (
     GenerationGroup,
     LlamacppFleet,
     RunSpec,
+    SglangFleet,
     load,
     merge,
     parse_override,
@@ -290,6 +291,66 @@ def test_a_secret_is_never_shown(tree: dict[str, Any]) -> None:
 def test_counts_of_tokens_are_no_secrets_but_numbers_can_be() -> None:
     assert mistake(fleet={"password": 1234}).startswith("fleet.password = (hidden): unknown key.")
     assert "max_tokens: 77" in mistake(generation={"extra_body": {"n": 1, "max_tokens": 77}})
+
+
+def sglang(**keys: Any) -> dict[str, Any]:
+    return {**GOOD, "fleet": {"engine": "sglang", "model": "/models/m", **keys}}
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("env", "HF_TOKEN", "S3CRET"),
+        ("env", "GH_PAT", "S3CRET"),
+        ("env", "DB_PASS", "S3CRET"),
+        ("env", "API_KEY_2", "S3CRET"),
+        ("env", "HTTPS_PROXY", "http://user:S3CRET@host"),
+        ("env", "ANY", "hf_S3CRETS3CRET"),
+        ("flags", "model_loader_extra_config", '{"token": "S3CRET"}'),
+        ("flags", "model_loader_extra_config", '{"auth": "hf_S3CRETS3CRET"}'),
+        ("flags", "lora_paths", ["a", "hf_S3CRETS3CRET"]),
+        ("flags", "api_key", "S3CRET"),
+    ],
+)
+def test_no_secret_gets_into_a_fleet_by_name_or_value(group: str, name: str, value: Any) -> None:
+    (line,) = mistakes(sglang(**{group: {"A": "1", name: value}}))
+    assert line.endswith(f": {name} looks like a secret, which no parameter file holds. Export it instead.")
+    assert "S3CRET" not in line
+
+
+def test_what_only_sounds_like_a_secret_is_taken() -> None:
+    env = {"TOKENIZERS_PARALLELISM": "false", "CUDA_HOME": "/usr/local/cuda", "SGLANG_CLIP_MAX_NEW_TOKENS": "1"}
+    env |= {"PATH": "/bin", "CONDA_ENV": "x", "KEYS_PER_HEAD": "1", "HTTPS_PROXY": "http://proxy:8080", "EMPTY": ""}
+    flags = {"tokenizer_path": "/t", "bucket_time_to_first_token": [0.1], "model_loader_extra_config": '{"a": 1}'}
+    spec = validate(sglang(env=env, flags=flags), "p.yaml")
+    assert isinstance(spec.fleet, SglangFleet)
+    assert (spec.fleet.env, spec.fleet.flags) == (env, flags)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"env": {"CUDA_VISIBLE_DEVICES": "1"}},
+            "CUDA_VISIBLE_DEVICES is set by dfexp for each server. Leave it out; use",
+        ),
+        ({"env": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}}, "CUDA_DEVICE_ORDER is set by dfexp for each server"),
+        ({"gpus": [0, 1, 0]}, "fleet.gpus = [0, 1, 0]: it names a GPU twice. Name each once."),
+        ({"env": {"A": "a\0b"}}, "A holds a NUL character"),
+        ({"flags": {"dtype": "a\0b"}}, "dtype holds a NUL character"),
+        ({"flags": {"lora_paths": ["a", "a\0b"]}}, "lora_paths holds a NUL character"),
+        *(({"model": model}, "fleet.model = ") for model in ("", "/", ".", "models/..", "//", " ", "a\0b", "a\0/b")),
+        *(({"python": python}, "fleet.python = ") for python in ("", "/", "a\0b")),
+    ],
+)
+def test_what_servers_cannot_be_given(keys: dict[str, Any], words: str) -> None:
+    (line,) = mistakes(sglang(**keys))
+    assert words in line
+
+
+@pytest.mark.parametrize("model", ["m", "/models/m", "models/m/", "Qwen/Qwen3-8B", "../m", "./m.v2", "~/m", "/a b/m\n"])
+def test_names_and_folders_of_models_are_taken(model: str) -> None:
+    assert validate(sglang(model=model, gpus=[1, 0], python="python3"), "p.yaml").fleet.model == model
 
 
 # ------------------------------------------------------------------------------------------- overrides

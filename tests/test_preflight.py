@@ -17,7 +17,8 @@ import pytest
 from dfexp import cli, params, preflight
 from dfexp.engines.sglang_install import Installation
 from dfexp.errors import FleetError
-from dfexp.hardware import GpuNow, gpus_now, held_bytes
+from dfexp.hardware import GpuNow, GpusNow, gpus_now, held_bytes
+from dfexp.layout import FleetFolder
 from dfexp.preflight import (
     Check,
     accepted,
@@ -32,6 +33,7 @@ from dfexp.preflight import (
     of_sglang,
     of_toolkit,
 )
+from dfexp.processes import ProcessId
 
 GIB = 2**30
 RTX = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
@@ -265,6 +267,7 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\n
         ("model-1-of-2.safetensors", None, "1 of 2 weight files missing, empty or pointers of Git LFS: ['model-1-of-2"),
         ("model-2-of-2.safetensors", "", "1 of 2 weight files missing"),
         ("model-2-of-2.safetensors", LFS, "1 of 2 weight files missing"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1, "b": [2]}}', "2 of 2 weight files missing"),
         ("tokenizer.json", None, "no tokenizer"),
         ("tokenizer_config.json", "{}", "no chat template"),
     ],
@@ -417,6 +420,63 @@ def test_the_plan_is_made_for_the_flags_of_the_fleet(model: Path, tmp_path: Path
     assert outcome(found["capacity"])[0] == "note"
 
 
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"gpu": "rtx-pro-60000"}, "GPU 'rtx-pro-60000' is not in the table"),
+        ({"model": "Qwen9.9-27B"}, "model 'Qwen9.9-27B' is neither a path nor in the shipped table"),
+    ],
+)
+def test_a_name_that_is_wrong_in_the_plan_fails_where_servers_are_held_to_it(
+    model: Path, tmp_path: Path, plan: dict[str, Any], words: str
+) -> None:
+    for held, state in (
+        ({}, "fail"),
+        ({"least_share_of_plan": 0.0}, "note"),
+        ({"accepted_checks": ["capacity"]}, "note"),
+    ):
+        group = {"flags": {"mem_fraction_static": 0.9}, **held}
+        found = by_name(preflight.checks_for(spec(model, group, plan={**PLAN, **plan}), tmp_path))
+        assert outcome(found["capacity"])[0] == state
+        assert words in found["capacity"].found
+
+
+def test_a_model_that_cannot_be_sized_is_a_note(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"architectures": ["KimiLinear"], "model_type": "kimi_linear"}))
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 10**10}}))
+    group = {"flags": {"mem_fraction_static": 0.9}}
+    plan = {**PLAN, "model": None}
+    found = by_name(preflight.checks_for(spec(model, group, plan=plan), tmp_path))
+    assert outcome(found["capacity"])[0] == "note"
+    assert "model_type 'kimi_linear'" in found["capacity"].found
+
+
+def test_gpus_with_much_less_room_than_those_of_the_plan_fail(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's answer is replaced: a machine with one smaller GPU than the plan has."""
+    flags = {"mem_fraction_static": 0.9, "mamba_ssm_dtype": "bfloat16", "context_length": 8192}
+    smaller = gpu(name="NVIDIA H100 80GB HBM3", total_bytes=80 * GIB, free_bytes=79 * GIB, capability=(9, 0))
+    monkeypatch.setattr(preflight, "gpus_now", lambda: GpusNow(gpus=(smaller,), driver_cuda="12.8"))
+    found = by_name(preflight.checks_for(spec(model, {"flags": flags}, plan=PLAN), tmp_path))["capacity"]
+    assert outcome(found)[0] == "fail"
+    assert "on h100, as predicted: max_running_requests is" in found.found
+    same = {**PLAN, "gpu": "h100"}
+    assert by_name(preflight.checks_for(spec(model, {"flags": flags}, plan=same), tmp_path))["capacity"].state == "pass"
+
+
+def test_damage_stops_no_other_check(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        (model / name).unlink()
+        (model / name).mkdir()
+    monkeypatch.setattr(preflight, "_SHARED_MEMORY", tmp_path / "gone")  # as on macOS
+    group = {"flags": {"tp_size": 2}, "first_port": 31000}
+    found = by_name(preflight.checks_for(spec(model, group, plan={**PLAN, "model": str(model)}), tmp_path))
+    assert {"SGLang", "GPUs", "disk", "open files", "ports"} < found.keys()
+    assert [outcome(found[name])[0] for name in ("model", "shared memory", "capacity")] == ["fail", "note", "note"]
+    assert "Is a directory" in found["model"].found
+
+
 def test_commands_for_both_versions_where_none_is_installed(model: Path, tmp_path: Path) -> None:
     flags = {"mamba_strategy": "no_buffer", "tp_size": 2}
     found = preflight.launches_for(spec(model, {"servers": 2, "first_port": 30000, "flags": flags}), tmp_path)
@@ -468,13 +528,45 @@ def test_the_command_lists_what_is_missing_and_what_would_run(project: Path) -> 
 
 
 @pytest.mark.usefixtures("project")
+def test_the_command_tells_how_servers_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["--set", "fleet.servers=2", "--set", "fleet.first_port=null"]
+    assert cli.main(["preflight", "params/a.yaml", *changes, "--set", "fleet.device=cpu"]) == 1
+    assert capsys.readouterr().out.count("  server 2: the same with another free port\n") == 2
+    assert cli.main(["preflight", "params/a.yaml", *changes]) == 1
+    assert "  server 2: the same with CUDA_VISIBLE_DEVICES=1, another free port\n" in capsys.readouterr().out
+
+
+def test_the_command_tells_that_the_fleet_runs_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    me = ProcessId.current()
+    server = {"name": "h:1", "url": "http://h:1", "argv": ["x"], "pid": me.pid, "process_started": me.started}
+    group = params.load(project / "params" / "a.yaml").fleet.model_dump()
+    folder = FleetFolder.named(project, "outputs", "r")
+    folder.path.mkdir(parents=True)
+    record = {"identity": "f2", "spec": group, "root": str(project), "servers": [server], "launcher": str(me)}
+    folder.fleet_json.write_text(json.dumps(record))
+    cli.main(["preflight", "params/a.yaml"])
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "fleet 'r' runs already; its own ports and memory count as taken"
+    assert second.startswith("FAIL  SGLang")
+    folder.fleet_json.write_text("{")
+    cli.main(["preflight", "params/a.yaml"])
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert "fleet.json is damaged" in first
+    assert second.startswith("FAIL  SGLang")
+
+
+@pytest.mark.usefixtures("project")
 def test_the_command_succeeds_where_nothing_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["preflight", "params/a.yaml", "--set", "fleet={engine: llamacpp}"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["pass", "pass"]
 
 
 def test_a_check_that_is_wrong_here_can_be_accepted() -> None:
-    checks = [judged("CUDA toolkit", "there is none", ""), judged("ports", "in use: 30000", ""), judged("disk", "", "67 GiB")]
+    checks = [
+        judged("CUDA toolkit", "there is none", ""),
+        judged("ports", "in use: 30000", ""),
+        judged("disk", "", "67 GiB"),
+    ]
     found = {check.name: check for check in accepted(checks, ["CUDA toolkit", "disk"])}
     assert (found["CUDA toolkit"].state, found["CUDA toolkit"].found) == ("note", "failed, and accepted: there is none")
     assert (found["ports"].state, found["disk"].state) == ("fail", "pass")

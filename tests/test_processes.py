@@ -21,6 +21,11 @@ def test_a_used_again_pid_is_another_process() -> None:
     assert not ProcessId(pid=os.getpid(), started="earlier").is_alive()
 
 
+def test_a_number_that_no_process_can_have_is_nobody() -> None:
+    assert [ProcessId.of(pid) for pid in (-1, 2**40)] == [None, None]
+    assert not ProcessId.parse("-1@earlier").is_alive()
+
+
 def test_a_dead_child_that_nobody_reaped_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert child.stdout is not None

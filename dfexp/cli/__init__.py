@@ -9,7 +9,7 @@ from typing import Any
 
 import dfexp
 from dfexp.cli import ahead, fleets, runs
-from dfexp.cli.common import EXIT_FAILED, EXIT_CTRL_C, EXIT_OK, EXIT_STOPPED, EXIT_WRONG, amount, told
+from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_WRONG, amount, told
 from dfexp.errors import DfexpError, ParamsError, RunStopped
 
 

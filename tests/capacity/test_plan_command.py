@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from dfexp import cli, params
-from dfexp.capacity.errors import CapacityError, TooLittleRoom
+from dfexp.capacity.errors import CapacityError, DoesNotFit, TooLittleRoom, UnknownModel
 from dfexp.capacity.plan_command import check_text, plan_text, prepared_for, require_room
 from dfexp.capacity.planner import make_plan
 from dfexp.errors import ParamsError
+from dfexp.hardware import UnknownGpu
 from dfexp.records import ServerLimits
 from tests.capacity.support import DATA
 
@@ -67,6 +68,34 @@ def test_servers_with_much_less_room_than_planned_are_not_used(said: dict[str, A
         require_room(spec, ROOT, limits)
     assert "b:2" not in str(caught.value)
     require_room(params.load(EXPANSION, ["fleet.least_share_of_plan=0"]), ROOT, limits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (["plan.gpu=rtx-pro-60000"], UnknownGpu, "'rtx-pro-60000'"),
+        (["plan.model=Qwen9.9-27B"], UnknownModel, "'Qwen9.9-27B'"),
+        (["fleet.flags.mem_fraction_static=0.5"], DoesNotFit, "mem_fraction_static = 0.5 leaves"),
+    ],
+)
+def test_a_plan_with_a_mistake_is_no_permission(changes: list[str], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        require_room(params.load(EXPANSION, changes), ROOT, {"a:1": ROOM})
+    for allowed in ("fleet.least_share_of_plan=0", "fleet.accepted_checks=[capacity]"):
+        require_room(params.load(EXPANSION, [*changes, allowed]), ROOT, {"a:1": ROOM})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": "kimi_linear"}, {"architectures": 5}, {"model_type": "qwen3", "layer_types": 3}, {}, None],
+)
+def test_where_nothing_can_be_predicted_nothing_is_required(config: dict[str, Any] | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = params.load(EXPANSION, [f"plan.model={tmp_path}"])
+    require_room(spec, ROOT, {"a:1": replace(ROOM, max_running_requests=1)})
+    tree = params.load(EXPANSION).model_dump()
+    del tree["fleet"]["flags"]["mem_fraction_static"]
+    require_room(params.validate(tree, "test"), ROOT, {"a:1": replace(ROOM, max_running_requests=1)})
 
 
 def test_json_is_strict_and_complete() -> None:

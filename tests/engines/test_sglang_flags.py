@@ -138,6 +138,8 @@ def test_a_flag_is_written_as_the_version_wants(flags: dict[str, Any], version: 
         ({"tp_size": [1, 2]}, NEW, "one value"),
         ({"cuda_graph_bs": []}, NEW, "at least one"),
         ({"cuda_graph_bs": [1, "two"]}, NEW, "whole number"),
+        ({"lora_paths": ["a", "--host", "0.0.0.0"]}, OLD, "a list without '--host', which .* an option"),
+        ({"lora_paths": ["-x"]}, NEW, "a list without '-x'"),
         ({"tp_size": 2, "tensor-parallel-size": 2}, OLD, "tp_size is given twice"),
         ({"mamba_strategy": "auto", "mamba_scheduler_strategy": "auto"}, OLD, "mamba_strategy is given twice"),
         ({"ep": 2, "ep_size": 2}, NEW, "ep and ep_size are two spellings"),
@@ -167,6 +169,12 @@ def test_a_wrong_flag_names_value_and_fix(flags: dict[str, Any], version: str, s
 def test_a_secret_is_refused_and_not_repeated(name: str) -> None:
     with pytest.raises(FleetError, match="no secret") as caught:
         argv({name: "hunter2"}, NEW)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_secret_in_a_value_is_refused_and_not_repeated() -> None:
+    with pytest.raises(FleetError, match="no secret") as caught:
+        argv({"model_loader_extra_config": '{"token":"hunter2"}'}, NEW)
     assert "hunter2" not in str(caught.value)
 
 

@@ -171,6 +171,20 @@ def test_what_is_no_python_is_told_with_the_fix(tmp_path: Path, text: str, words
     assert str(caught.value).startswith(f"fleet.python: {python} {words}. Make an environment with SGLang")
 
 
+def test_nobody_waits_twice_for_an_interpreter_that_hangs(tmp_path: Path) -> None:
+    python = program(tmp_path / "python", f"#!/bin/sh\necho asked >>{tmp_path}/count\nexec tail -f /dev/null\n")
+    for _ in range(2):
+        with pytest.raises(FleetError, match="did not say within 2 s what it has"):
+            look(str(python), {}, timeout_s=2)
+    assert (tmp_path / "count").read_text() == "asked\n"
+
+
+@pytest.mark.parametrize(("python", "env", "argv"), [("a\0b", {}, ()), ("sh", {"A": "\0"}, ()), ("sh", {}, ("\0",))])
+def test_a_character_that_no_program_can_be_given(python: str, env: dict[str, str], argv: tuple[str, ...]) -> None:
+    with pytest.raises(FleetError, match="cannot be run: embedded null byte"):
+        look(python, env, argv=argv)
+
+
 def test_a_file_that_may_not_be_run_or_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     with pytest.raises(FleetError, match=r"plain cannot be run: Permission denied. Make an environment"):

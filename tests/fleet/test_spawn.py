@@ -77,6 +77,14 @@ def test_a_program_that_is_not_there(tmp_path):
         spawn.spawn(server, "abc123", tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"argv": (sys.executable, "a\0b")}, {"env": {"A": "a\0b"}}])
+def test_a_character_that_no_program_can_be_given(tmp_path, change):
+    server = Server(name="h:1", url="http://h:1", argv=(sys.executable,), log=str(tmp_path / "log"))
+    with pytest.raises(EngineStartError, match=r"cannot run .*: embedded null byte"):
+        spawn.spawn(replace(server, **change), "abc123", tmp_path)
+    assert marked("abc123") == []
+
+
 def test_only_the_last_start_is_read_from_a_log(tmp_path):
     log = tmp_path / "log"
     log.write_bytes(b"the failure of yesterday\n")
