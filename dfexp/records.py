@@ -91,6 +91,14 @@ class ServerLimits:
     state_bytes: Mapping[str, int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """What a server has made since it started, by its own counters, which move while it works."""
+
+    decoded: float  # tokens of answers
+    computed: float  # these and the tokens of prompts that were not cached: moves whenever the server works at all
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What one good request gave. `latency_s` runs from sending to the last byte; `flags` as in `Completion`."""

@@ -16,7 +16,7 @@ from dfexp.errors import EngineStartError
 from dfexp.layout import FleetFolder
 from dfexp.params import FleetGroup
 from dfexp.processes import ProcessId
-from dfexp.records import ServerLimits
+from dfexp.records import ServerLimits, TokenCounts
 
 # Classes in modules of dfexp.engines.
 _ENGINES = {"llamacpp": "LlamacppEngine", "sglang": "SglangEngine", "external": "ExternalEngine"}
@@ -38,6 +38,7 @@ class Server:
     log_start: int = 0  # bytes of the log that are of earlier starts
     pid: int | None = None  # leads its own session; None before the start
     process_started: str | None = None  # start stamp (`ProcessId`), which tells it from a later process of that pid
+    version: str | None = None  # of its engine, as it was when the server was planned
     settings: Mapping[str, Any] | None = None  # its fleet parameters, where they are not those of the fleet
 
     @property
@@ -81,8 +82,8 @@ class Engine(Protocol):
     def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """What a server says of its room."""
 
-    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> float | None:
-        """A count of tokens that grows while the server works at any request; None where the engine has none."""
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
+        """Counters of tokens that grow while the server works at any request; None where the engine has none."""
 
     def has_loaded(self, log_text: str) -> bool:
         """Whether the weights are in memory, so that another server may read them now; False where no log tells."""

@@ -57,7 +57,7 @@ def _ask(url: str, key: str, body: Mapping[str, Any], timeout_s: float) -> str |
         reply = get_json(f"{url}/v1/chat/completions", key=key, timeout_s=timeout_s, body=body)
         message, usage = reply["choices"][0]["message"], reply.get("usage") or {}
         text = "".join(str(message.get(part) or "") for part in ("reasoning_content", "reasoning", "content"))
-        return garbage(text, usage.get("completion_tokens"))
+        return garbage(text, usage.get("completion_tokens")) or (None if text.strip() else "no text")
     except RequestError as error:
         return error
     except (TypeError, KeyError, IndexError, AttributeError):

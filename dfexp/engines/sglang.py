@@ -24,13 +24,15 @@ from dfexp.errors import EngineStartError, FleetError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import SglangFleet
-from dfexp.records import ServerLimits
+from dfexp.records import ServerLimits, TokenCounts
 
 _HEAD_BYTES = 65536
 # Flags after which the same model says other things.
 _CHANGE_OUTPUTS = (
-    *("dtype", "quantization", "kv_cache_dtype", "mamba_ssm_dtype", "json_model_override_args", "revision"),
-    *("chat_template", "reasoning_parser", "lora_paths", "enable_fp32_lm_head"),
+    *("dtype", "quantization", "quantization_param_path", "torchao_config", "modelopt_quant", "kv_cache_dtype"),
+    *("mamba_ssm_dtype", "json_model_override_args", "revision", "load_format", "model_impl", "tokenizer_path"),
+    *("chat_template", "completion_template", "reasoning_parser", "tool_call_parser", "lora_paths"),
+    *("sampling_defaults", "preferred_sampling_params", "enable_fp32_lm_head", "allow_auto_truncate"),
 )
 
 
@@ -70,7 +72,12 @@ class SglangEngine:
             name = address(group.host, port)
             argv = (*self.command(port), "--config", str(config), *flags)
             log = str(folder.logs / f"server-{port}.log")
-            servers.append(Server(name=name, url=f"http://{name}", argv=argv, env=self._env(names), log=log))
+            servers.append(
+                Server(
+                    name=name, url=f"http://{name}", argv=argv, env=self._env(names), log=log,
+                    version=installed.sglang_version,
+                )
+            )  # fmt: skip
         return servers
 
     def command(self, port: int) -> tuple[str, ...]:
@@ -93,16 +100,16 @@ class SglangEngine:
         """
         if self.group.device == "cpu":
             return [()] * self.group.servers
-        each = gpus_per_server(self.group.flags)
-        seen = os.environ.get(VISIBLE, "").split(",") if os.environ.get(VISIBLE) else None
-        wanted = self.group.gpus or list(range(len(seen) if seen else each * self.group.servers))
-        if len(wanted) < each * self.group.servers or (seen and max(wanted) >= len(seen)):
-            there = f"{VISIBLE} is {','.join(seen)}" if seen else f"fleet.gpus is {wanted}"
+        each, outside = gpus_per_server(self.group.flags), os.environ.get(VISIBLE)
+        seen = None if outside is None else list(dict.fromkeys(filter(None, map(str.strip, outside.split(",")))))
+        wanted = self.group.gpus or list(range(each * self.group.servers if seen is None else len(seen)))
+        if len(wanted) < each * self.group.servers or (seen is not None and max(wanted) >= len(seen)):
+            there = f"fleet.gpus is {wanted}" if seen is None else f"{VISIBLE} is {outside!r}"
             raise FleetError(
                 f"{self.group.servers} server(s) of {each} GPU(s) each need {each * self.group.servers} GPUs, but"
                 f" {there}. Lower fleet.servers, or change fleet.gpus."
             )
-        names = [seen[index] if seen else str(index) for index in wanted]
+        names = [str(index) if seen is None else seen[index] for index in wanted]
         return [tuple(names[start : start + each]) for start in range(0, each * self.group.servers, each)]
 
     @property
@@ -168,12 +175,11 @@ class SglangEngine:
         if logged.max_running_requests is None:
             return limits_from(models, get_json(f"{server.url}/server_info", key=key, timeout_s=timeout_s))
         said = limits_from(models)
-        version = self.installation().sglang_version
         context = said.context_length or logged.context_length
-        return replace(logged, context_length=context, model=said.model, engine_version=f"sglang {version}")
+        return replace(logged, context_length=context, model=said.model, engine_version=f"sglang {server.version}")
 
-    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> float | None:
-        """Tokens computed so far; moves every `--decode-log-interval` steps."""
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
+        """Tokens so far; moves every `--decode-log-interval` steps."""
         return tokens_so_far(get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s))
 
     def has_loaded(self, log_text: str) -> bool:

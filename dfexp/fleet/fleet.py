@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from pydantic import SecretStr
+
 from dfexp import errors
 from dfexp.engines.base import Engine, Server, engine_for, scrub, start_log
 from dfexp.engines.http import Readiness, probe
@@ -32,7 +34,7 @@ from dfexp.hardware import held_bytes
 from dfexp.layout import FleetFolder
 from dfexp.params import AnyFleet
 from dfexp.processes import ProcessId
-from dfexp.records import ServerLimits
+from dfexp.records import ServerLimits, TokenCounts
 
 _LAST_LINES, _CHANGE_DRAIN_S, _MEMORY_BACK_S, _PAUSE_S = 12, 10.0, 15.0, 0.2
 _DRIVER_BYTES = 2**29  # what a driver may hold more on a GPU than before, without any process there
@@ -59,6 +61,7 @@ class Fleet:
         """For `up` and `attach`."""
         self.folder, self.engine, self.name = folder, engine, folder.name
         self.identity = record.identity  # a restart of a server keeps it
+        self._key: SecretStr | None = None  # never in a repr
         self._record = record
 
     @property
@@ -78,12 +81,15 @@ class Fleet:
 
     @property
     def key(self) -> str:
-        """The API key, "" for none. Raises FleetError if it cannot be had: file gone, variable not set."""
-        outside = self.engine.outside_key()
-        try:
-            return self.folder.key.read_text("ascii") if outside is None else outside
-        except OSError as error:
-            raise FleetError(f"no key of fleet {self.name!r}: {error}. Stop the fleet and launch it again.") from None
+        """The API key, "" for none, read once. Raises FleetError: its file is gone, its variable not set."""
+        if self._key is None:
+            outside = self.engine.outside_key()
+            try:
+                self._key = SecretStr(self.folder.key.read_text("ascii") if outside is None else outside)
+            except OSError as error:
+                why = f"no key of fleet {self.name!r}: {error}. Stop the fleet and launch it again."
+                raise FleetError(why) from None
+        return self._key.get_secret_value()
 
     def server(self, name: str) -> Server:
         """The server `name` as it is now. Raises FleetError that names the servers there are."""
@@ -103,8 +109,8 @@ class Fleet:
         """What server `name` says of its room. Raises RequestError if it does not answer."""
         return self.engine.limits(self.server(name), self.key, timeout_s)
 
-    def progress(self, name: str, timeout_s: float = 10.0) -> float | None:
-        """A count of tokens that grows while server `name` works; None where there is none. Raises RequestError."""
+    def progress(self, name: str, timeout_s: float = 10.0) -> TokenCounts | None:
+        """Counters of tokens that grow while server `name` works; None where there are none. Raises RequestError."""
         return self.engine.progress(self.server(name), self.key, timeout_s)
 
     def probe(self, name: str, model: str, timeout_s: float = 20.0) -> Readiness:
@@ -121,7 +127,8 @@ class Fleet:
 
         While the fleet is being launched each must generate a token: the first that ends early or stays silent raises
         EngineStartError (cause from its log, fix, last lines), and everything that was started is stopped, also when
-        the wait is interrupted. Of a fleet that was ready before, one server that tells its limits is enough.
+        the wait is interrupted; but not while another process that launched it waits as well. Of a fleet that was
+        ready before, one server that tells its limits is enough.
         """
         end = time.monotonic() + timeout_s
         if self._record.ready:
@@ -135,7 +142,8 @@ class Fleet:
         except BaseException:
             with changing(self.folder), contextlib.suppress(FleetError):
                 self.reread()
-                if not self._record.ready:
+                launcher = ProcessId.parse(self._record.launcher)
+                if not self._record.ready and (launcher == ProcessId.current() or not launcher.is_alive()):
                     self.stop_locked(drain_s=0.0)
             raise
 

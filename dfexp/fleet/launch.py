@@ -15,6 +15,7 @@ from dfexp.hardware import held_bytes
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import OwnFleet, RunSpec, SglangFleet
+from dfexp.processes import ProcessId
 
 
 def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
@@ -74,7 +75,8 @@ def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> F
     """Start the servers. The record is on disk before the first process is, so that none can be forgotten."""
     if isinstance(spec.fleet, SglangFleet):  # they take minutes to fail, and GPUs; the others a second
         preflight.require(spec, root)
-    record = FleetRecord(identity=secrets.token_hex(8), spec=spec.fleet, root=root, servers=())
+    me = str(ProcessId.current())
+    record = FleetRecord(identity=secrets.token_hex(8), spec=spec.fleet, root=root, servers=(), launcher=me)
     fleet = Fleet(folder, engine, record)
     try:
         key = engine.outside_key()

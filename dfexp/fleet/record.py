@@ -18,7 +18,7 @@ from dfexp.layout import FleetFolder
 from dfexp.params import AnyFleet, OwnFleet
 
 # What says nothing about the servers themselves, only about how they are started and watched.
-_NOT_OF_SERVERS = {
+NOT_OF_SERVERS = {
     *("name", "start_timeout_s", "stagger_s", "canary_first", "check_content", "least_share_of_plan"),
     "accepted_checks",
 }
@@ -34,6 +34,7 @@ class FleetRecord:
     spec: AnyFleet  # the parameters as launched
     root: Path  # what relative paths in them are relative to
     servers: tuple[Server, ...]
+    launcher: str  # the process that launched it (`ProcessId`)
     gpu_bytes_before: int | None = None  # in use on their GPUs before the launch; None where no driver tells
     ready: bool = False  # whether all have answered once; until then the fleet is being launched
 
@@ -79,7 +80,7 @@ def differences(running: AnyFleet, asked: AnyFleet) -> list[str]:
     return [
         f"{key} is {old.get(key)!r}, asked for is {new.get(key)!r}"
         for key in {**new, **old}
-        if old.get(key) != new.get(key) and key.removeprefix("fleet.") not in _NOT_OF_SERVERS
+        if old.get(key) != new.get(key) and key.removeprefix("fleet.") not in NOT_OF_SERVERS
     ]
 
 
@@ -90,6 +91,12 @@ def _flat(group: AnyFleet) -> dict[str, Any]:
         inner = {f"fleet.{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else None
         found |= {f"fleet.{key}": value} if inner is None else inner
     return found
+
+
+def change_to(running: AnyFleet, asked: AnyFleet) -> AnyFleet:
+    """The settings of servers as asked for; what says nothing about servers stays as it is."""
+    kept = {key: getattr(running, key) for key in NOT_OF_SERVERS if hasattr(running, key)}
+    return asked.model_copy(update=kept)
 
 
 def check_change(running: AnyFleet, asked: AnyFleet) -> None:

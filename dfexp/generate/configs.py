@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dfexp.fleet import Fleet
+from dfexp.fleet.record import NOT_OF_SERVERS
 from dfexp.generate.identity import config_id
 from dfexp.jsonl import read_json, write_json
 from dfexp.layout import RunFolder
@@ -36,5 +37,6 @@ class Configs:
     def settle(self, group: AnyFleet) -> None:
         """The run's parameters have these servers from now on, so that it can be resumed with them."""
         recorded = read_json(self.folder.run_json)
-        recorded["spec"]["fleet"] = group.model_dump(mode="json")
+        settings = group.model_dump(mode="json").items()
+        recorded["spec"]["fleet"] |= {key: value for key, value in settings if key not in NOT_OF_SERVERS}
         write_json(self.folder.run_json, recorded)

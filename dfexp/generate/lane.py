@@ -28,6 +28,7 @@ _HEALTH_EVERY_S = 15.0
 _ANSWER_TIMEOUT_S = 30.0
 _MISSES_TO_HANG = 3
 _MOST_DENIED_PAUSE_S = 30.0
+_TOKENS_A_LOOK = 4
 _UNREADABLE = (RequestError, ValueError, TypeError, KeyError)  # pages with counters are somebody else's
 _ERRORS_TO_DOUBT = 8
 """Errors in a row, of any rows, after which a server has to generate a token before it gets another row."""
@@ -70,7 +71,9 @@ class Lane:
         self._paused_until = 0.0
         self._recent: deque[tuple[float, int]] = deque()
         self._last_sign = self._moved_at = time.monotonic()
-        self._counted: float | None = None  # the engine's counter as last read
+        self._counted: float | None = None  # tokens of answers by the engine's counter, as last read
+        self._computed: float | None = None  # tokens of any kind, when the counter last moved by itself
+        self._looks = 0  # at the server's pages since then: each may have cost it a token or two
         self._counted_before = 0.0  # what it said before the restarts that set it to zero
         self._deaths_in_a_row = 0
         self._errors_in_a_row = 0
@@ -222,25 +225,27 @@ class Lane:
     async def _count(self) -> None:
         """Read the engine's counter of tokens. One that has moved is a sign of progress."""
         counted = await asyncio.to_thread(self._fleet.progress, self.name, _ANSWER_TIMEOUT_S)
-        if counted != self._counted:
-            self._counted, self._moved_at = counted, time.monotonic()
+        if counted is None:
+            return
+        if self._computed is None or abs(counted.computed - self._computed) > _TOKENS_A_LOOK * self._looks:
+            self._computed, self._looks, self._moved_at = counted.computed, 0, time.monotonic()
+        self._counted = counted.decoded
 
     async def _stuck_for(self) -> float:
-        """Seconds for which a busy server has made no token; 0 where that cannot be known."""
+        """Seconds for which a busy server has made no token, as far as is known; 0 where it never told."""
         now = time.monotonic()
         if not self.tasks:
             self._moved_at = now
         if now - self._moved_at < min(_HEALTH_EVERY_S, self._stall_s / 4):
             return 0.0
-        try:
+        with contextlib.suppress(*_UNREADABLE):  # a page that was there and cannot be read now shows no progress
             await self._count()
-        except _UNREADABLE:
-            return 0.0
         return 0.0 if self._counted is None else now - self._moved_at
 
     async def _check(self) -> None:
         """One look at the page of liveness: any answer is a sign of life; silence three times in a row is a hang."""
         page, timeout_s = self._fleet.engine.liveness
+        self._looks += 1
         try:
             await asyncio.to_thread(get_text, f"{self.url}/{page}", key=self._fleet.key, timeout_s=timeout_s)
         except (TimedOut, Unreachable) as error:

@@ -11,14 +11,14 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dfexp import rollout
 from dfexp.engines import content
-from dfexp.errors import RunError
+from dfexp.errors import RunError, StorageError
 from dfexp.fleet import Fleet, scrub
-from dfexp.fleet.record import differences
+from dfexp.fleet.record import change_to, differences
 from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
 from dfexp.generate.identity import request_fields
@@ -48,6 +48,7 @@ class Rolling:
         """Begin; raises RunError or FleetError for what cannot be done, and then nothing has changed."""
         if self.task is not None and not self.task.done():
             raise RunError("another change of this fleet's settings is going on. Wait until it has ended.")
+        terms = replace(terms, group=change_to(self.fleet.group, terms.group))
         self.fleet.check_change(terms.group)
         if not (todo := self._todo(terms.group)):
             raise RunError("all servers have these settings already: there is nothing to change.")
@@ -108,7 +109,10 @@ class Rolling:
         if (why := await lane.reconfigure(group)) is not None:
             return why
         if self.configs is not None:
-            lane.config_id = await asyncio.to_thread(self.configs.id_of, lane.name, lane.limits.engine_version)
+            try:  # no row may point to settings that it was not made with
+                lane.config_id = await asyncio.to_thread(self.configs.id_of, lane.name, lane.limits.engine_version)
+            except StorageError as error:
+                return str(error)
         times = {"drain_s": round(drained - began, 1), "restart_s": round(time.monotonic() - drained, 1)}
         self._tell(
             "server_reconfigured", f"drained in {times['drain_s']} s, back in {times['restart_s']} s, requests at once:"

@@ -12,7 +12,7 @@ from dfexp.engines.sglang import SglangEngine, from_log
 from dfexp.errors import EngineStartError, FleetError
 from dfexp.layout import FleetFolder
 from dfexp.params import SglangFleet
-from dfexp.records import ServerLimits
+from dfexp.records import ServerLimits, TokenCounts
 
 LOGS = Path(__file__).parents[1] / "data" / "capacity" / "logs"
 LOG = "[2026-11-29 16:43:58 DP{rank} TP0] max_total_num_tokens=20000, max_running_requests=16, context_len=8192\n"
@@ -65,7 +65,7 @@ def test_the_first_and_the_last_part_of_a_long_log(tmp_path: Path) -> None:
         (None, {"servers": 2, "gpus": [3, 1]}, [("3",), ("1",)]),
         ("4,5,6", {"servers": 2}, [("4",), ("5",)]),  # as a batch system says what there is to take from
         ("GPU-a,GPU-b", {"servers": 1, "gpus": [1]}, [("GPU-b",)]),
-        ("", {"servers": 1}, [("0",)]),
+        (" 2, 2,3", {"servers": 2}, [("2",), ("3",)]),
         (None, {"servers": 2, "device": "cpu"}, [(), ()]),
     ],
 )
@@ -80,8 +80,9 @@ def test_the_gpus_of_each_server(monkeypatch, visible, group, expected) -> None:
     ("visible", "group", "words"),
     [
         (None, {"servers": 3, "gpus": [0, 1]}, "need 3 GPUs, but fleet.gpus is [0, 1]"),
-        ("4,5", {"servers": 3}, "need 3 GPUs, but CUDA_VISIBLE_DEVICES is 4,5"),
-        ("4,5", {"servers": 1, "gpus": [2]}, "CUDA_VISIBLE_DEVICES is 4,5"),
+        ("4,5", {"servers": 3}, "need 3 GPUs, but CUDA_VISIBLE_DEVICES is '4,5'"),
+        ("4,5", {"servers": 1, "gpus": [2]}, "CUDA_VISIBLE_DEVICES is '4,5'"),
+        ("", {"servers": 1}, "need 1 GPUs, but CUDA_VISIBLE_DEVICES is ''"),
     ],
 )
 def test_too_few_gpus_are_told(monkeypatch, visible, group, words) -> None:
@@ -119,11 +120,10 @@ def test_an_interpreter_without_sglang_is_said_before_anything_starts(tmp_path: 
     assert not list(folder.path.glob("server-*"))
 
 
-def test_the_count_of_tokens_adds_up_kinds_and_ranks() -> None:
+def test_the_count_of_tokens_adds_up_ranks_and_tells_answers_from_prompts() -> None:
     series = 'sglang:realtime_tokens_total{engine_type="unified",mode="%s",tp_rank="%d"} %s\n'
-    page = (
-        "# HELP sglang:realtime_tokens_total ...\n" + series % ("decode", 0, "1667.0") + series % ("x", 1, "8.63e+02")
-    )
-    assert tokens_so_far(page) == 2530.0
+    page = "# HELP sglang:realtime_tokens_total ...\n" + series % ("decode", 0, "1667.0")
+    page += series % ("decode", 1, "3e+02") + series % ("prefill_compute", 0, "863.0")
+    assert tokens_so_far(page + series % ("prefill_cache", 0, "9999.0")) == TokenCounts(1967.0, 2830.0)
     assert tokens_so_far("sglang:num_running_reqs 3.0\n") is None
     assert tokens_so_far(series % ("decode", 0, "NaN")) is None

@@ -77,6 +77,16 @@ def event(folder: RunFolder, name: str) -> dict[str, Any]:
     return found
 
 
+async def happened(folder: RunFolder, name: str, count: int = 1) -> dict[str, Any]:
+    """Wait for the event of this name and number. The status file, written once a second, may miss it."""
+
+    def found() -> list[dict[str, Any]]:
+        return [one for one in told_events(folder) if one["event"] == name]
+
+    assert await asyncio.to_thread(control.wait_until, lambda: len(found()) >= count, 60.0), told_events(folder)[-5:]
+    return found()[count - 1]
+
+
 @pytest.fixture
 def rolled(project: Project) -> Iterator[Rolled]:
     made = Rolled(project)
@@ -178,7 +188,7 @@ async def test_requests_that_take_too_long_to_drain_are_sent_again_without_an_at
 async def test_a_stop_in_the_middle_ends_cleanly_and_the_next_start_goes_on(rolled: Rolled) -> None:
     folder = await rolled.start(rolled.spec())
     asked = asyncio.create_task(rolled.change(rolled.spec(cap=4), canary_s=30.0))
-    await rolled.project.until(folder, lambda s: (s.get("rollout") or {}).get("state") == "rollout_started")
+    await happened(folder, "rollout_started")
     with pytest.raises(RunError, match="another change of this fleet's settings is going on"):
         await rolled.change(rolled.spec(cap=3))
     await rolled.stop(folder)
@@ -194,7 +204,7 @@ async def test_servers_that_differ_after_a_stop_are_told_and_have_their_own_conf
 ) -> None:
     folder = await rolled.start(rolled.spec())
     asked = asyncio.create_task(rolled.change(rolled.spec("slow", cap=4), canary_s=3.0))
-    await rolled.project.until(folder, lambda s: (s.get("rollout") or {}).get("state") == "server_reconfigured", 40.0)
+    await happened(folder, "server_reconfigured")
     await rolled.stop(folder)
     assert not (await asked)[0]
     settings = [rolled.fleet().settings(one.name).model_dump() for one in rolled.fleet().servers]
@@ -221,8 +231,7 @@ async def test_servers_that_differ_after_a_stop_are_told_and_have_their_own_conf
 async def test_deaths_of_servers_and_of_the_run_in_the_middle_lose_nothing(rolled: Rolled) -> None:
     folder = await rolled.start(rolled.spec())
     asked = asyncio.create_task(rolled.change(rolled.spec(cap=4), canary_s=2.0))
-    await rolled.project.until(folder, lambda s: (s.get("rollout") or {}).get("state") == "server_reconfigured", 40.0)
-    canary = (control.read_status(folder) or {})["rollout"]["server"]
+    canary = (await happened(folder, "server_reconfigured"))["server"]
     (other,) = [server for server in rolled.fleet().servers if server.name != canary]
     os.kill(other.pid, signal.SIGKILL)
     changed, told = await asked
@@ -230,7 +239,7 @@ async def test_deaths_of_servers_and_of_the_run_in_the_middle_lose_nothing(rolle
     assert "server_back" in rolled.project.events(folder)
 
     asked = asyncio.create_task(rolled.change(rolled.spec(cap=2), canary_s=0.0))
-    await rolled.project.until(folder, lambda s: (s.get("rollout") or {}).get("state") == "server_draining", 40.0)
+    await happened(folder, "server_draining", 3)
     await asyncio.to_thread(rolled.project.kill, folder)
     with pytest.raises(RunError, match="ended before the change"):
         await asked
