@@ -152,8 +152,8 @@ def show(name: str, setting: Setting, watched: Watched, concurrency: int) -> Non
 
 
 def admission(planned: Setting) -> None:
-    """Requests that are in when 400 wait: at a cold start, over time, and from 20 to 60 minutes (later), for several caps."""
-    print(f"\nRunning requests with 400 in flight at one server; then {'':<4}admission alone, at the lowest ratio")
+    """Requests that are in when 400 wait: cold, over time, and from 20 to 60 minutes (later)."""
+    print("\nRunning requests of one server with 400 in flight; formula: the capacity model's admission")
     print(f"  {'cap':>5}{'KV tokens':>11}{'cold':>7}{'60 s':>7}{'120 s':>7}{'300 s':>7}{'later':>11}{'formula':>9}")
     for cap in (150, 155, 160, 165):
         flags = replace(planned.server.flags, max_running_requests=cap)

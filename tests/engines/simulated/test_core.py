@@ -41,21 +41,21 @@ def test_jumps_give_what_single_steps_give(server: Config, requests: list[tuple[
 
 def test_jumps_give_what_single_steps_give_where_requests_are_retracted() -> None:
     retracted = 0
-    for seed in range(24):
+    for seed in range(40):
         chance = random.Random(seed)
         server = config(
-            tokens=chance.choice([1600, 2400]),
+            tokens=chance.choice([1000, 1600]),
             cap=chance.randint(8, 20),
             page=chance.choice([1, 1, 16]),
             schedule_conservativeness=0.01,
             chunked_prefill_size=chance.choice([64, 208, 8192]),
         )
         requests = [
-            (chance.uniform(0, 60), (chance.randint(1, 150), chance.randint(100, 450), chance.randint(100, 500)))
+            (chance.uniform(0, 20), (chance.randint(1, 150), chance.randint(100, 450), chance.randint(100, 500)))
             for _ in range(40)
         ]
         retracted += same_as_slow(server, requests)
-    assert retracted > 100, retracted
+    assert retracted > 60
 
 
 def same_as_slow(server: Config, requests: list[tuple[float, Sizes]]) -> int:
