@@ -183,6 +183,19 @@ def test_ctrl_c_while_a_fleet_comes_up_ends_with_one_line(project: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("project")
+def test_ctrl_c_in_a_change_of_an_idle_fleet_ends_with_one_line() -> None:
+    assert run("fleet", "up", "params/small.yaml").returncode == 0
+    command = [*DFEXP, "fleet", "reconfigure", "params/small.yaml", "--set", "fleet.context_length=1024"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert next((line for line in process.stdout if line.startswith("1 of 2: ")), "")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "dfexp: interrupted\n")
+
+
+@pytest.mark.slow
 def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(project: Path) -> None:
     folder = RunFolder(project / "outputs" / "small")
     first = run("run", "params/small.yaml")
