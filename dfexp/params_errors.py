@@ -65,7 +65,8 @@ def hide_secrets(text: str) -> str:
 
 def looks_secret(name: str, value: Any) -> bool:
     """Whether a variable or a flag of this name and value would give a secret away."""
-    return bool(SECRET_KEY.search(name)) or hide_secrets(str(value)) != str(value)
+    is_path = str(value).startswith(("/", "~", "./"))  # whose folders may be called as tokens begin
+    return bool(SECRET_KEY.search(name)) or (not is_path and hide_secrets(str(value)) != str(value))
 
 
 def _keys(model: type[BaseModel], loc: tuple[str, ...] = (), dotted: str = "") -> Iterator[_Key]:

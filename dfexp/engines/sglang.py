@@ -124,7 +124,7 @@ class SglangEngine:
     def model_path(self) -> str:
         """The model's folder, or its name on the hub where there is no such folder."""
         path = self.root / Path(self.group.model).expanduser()
-        return str(path) if path.exists() else self.group.model
+        return str(path) if os.path.exists(path) else self.group.model  # False also where it may not be looked for
 
     @property
     def served_name(self) -> str:
