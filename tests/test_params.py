@@ -319,7 +319,8 @@ def test_no_secret_gets_into_a_fleet_by_name_or_value(group: str, name: str, val
 
 
 def test_what_only_sounds_like_a_secret_is_taken() -> None:
-    env = {"TOKENIZERS_PARALLELISM": "false", "CUDA_HOME": "/usr/local/cuda", "HF_HOME": "/data/hf_datasets", "SGLANG_CLIP_MAX_NEW_TOKENS": "1"}
+    env = {"TOKENIZERS_PARALLELISM": "false", "CUDA_HOME": "/usr/local/cuda", "SGLANG_CLIP_MAX_NEW_TOKENS": "1"}
+    env |= {"HF_HOME": "/data/hf_datasets"}
     env |= {"PATH": "/bin", "CONDA_ENV": "x", "KEYS_PER_HEAD": "1", "HTTPS_PROXY": "http://proxy:8080", "EMPTY": ""}
     flags = {"tokenizer_path": "/t", "bucket_time_to_first_token": [0.1], "model_loader_extra_config": '{"a": 1}'}
     spec = validate(sglang(env=env, flags=flags), "p.yaml")
