@@ -50,21 +50,21 @@ class Rolling:
             raise RunError("another change of this fleet's settings is going on. Wait until it has ended.")
         terms = replace(terms, group=change_to(self.fleet.group, terms.group))
         self.fleet.check_change(terms.group)
-        if not (todo := self._todo(terms.group)):
+        if not (changing := self._to_change(terms.group)):
             raise RunError("all servers have these settings already: there is nothing to change.")
         self.status, self.cut_off = {"id": terms.ident, "steps": []}, 0
-        self.task = asyncio.create_task(self._run(terms, todo))
+        self.task = asyncio.create_task(self._run(terms, changing))
 
-    def _todo(self, group: AnyFleet) -> list[Lane]:
+    def _to_change(self, group: AnyFleet) -> list[Lane]:
         """The lanes that have other settings: fewest requests first, since the first may fail; the silent ones last."""
-        todo = [lane for lane in self.lanes if differences(self.fleet.settings(lane.name), group)]
-        return sorted(todo, key=lambda lane: (not lane.serves, len(lane.tasks)))
+        changing = [lane for lane in self.lanes if differences(self.fleet.settings(lane.name), group)]
+        return sorted(changing, key=lambda lane: (not lane.serves, len(lane.tasks)))
 
-    async def _run(self, terms: Terms, todo: Sequence[Lane]) -> None:
+    async def _run(self, terms: Terms, changing: Sequence[Lane]) -> None:
         try:
-            await self._roll(terms, todo)
+            await self._roll(terms, changing)
         except asyncio.CancelledError:  # the run ends: nothing is fed again, and what loads is left to load
-            left = len(self._todo(terms.group))
+            left = len(self._to_change(terms.group))
             self._tell("rollout_stopped", f"{left} of {len(self.lanes)} servers still have other settings; ask again")
             raise
         except Exception as error:  # a full disk, a defect: the run itself can go on
@@ -72,26 +72,24 @@ class Rolling:
             for lane in self.lanes:
                 lane.release(is_well=False)
 
-    async def _roll(self, terms: Terms, todo: Sequence[Lane]) -> None:
+    async def _roll(self, terms: Terms, changing: Sequence[Lane]) -> None:
         """All servers, the first as a canary; when one fails all go back."""
-        old = {lane.name: self.fleet.settings(lane.name) for lane in todo}
-        changes = differences(old[todo[0].name], terms.group)
-        self._tell("rollout_started", f"{len(todo)} servers, one at a time: {'; '.join(changes)}")
+        old = {lane.name: self.fleet.settings(lane.name) for lane in changing}
+        changes = differences(old[changing[0].name], terms.group)
+        self._tell("rollout_started", f"{len(changing)} servers, one at a time: {'; '.join(changes)}")
         before, began = await self._window(terms.canary_s), time.monotonic()
-        for number, lane in enumerate(todo, 1):
-            why = await self._change(lane, terms.group, f"{number} of {len(todo)}", terms.drain_s)
+        for number, lane in enumerate(changing, 1):
+            why = await self._change(lane, terms.group, f"{number} of {len(changing)}", terms.drain_s)
             if why is None and number == 1 and terms.canary_s:
                 why = await self._prove(lane, before, terms)
             if why is not None:
-                await self._roll_back(todo[:number], old, why, terms.drain_s)
+                await self._roll_back(changing[:number], old, why, terms.drain_s)
                 return
         during = (before[1], await self._read())
         await asyncio.to_thread(self.fleet.settle, terms.group)
         if self.configs is not None:
             await asyncio.to_thread(self.configs.settle, terms.group)
-        text = (
-            f"{len(todo)} servers in {time.monotonic() - began:.0f} s, {self.cut_off} requests cut off and sent again"
-        )
+        text = f"{len(changing)} servers in {time.monotonic() - began:.0f} s, {self.cut_off} requests cut off and sent again"
         await asyncio.sleep(rollout.RAMP_SHARE * terms.canary_s)
         rates = [rollout.fleet_rate(window) for window in (before, during, await self._window(terms.canary_s))]
         if rates[0]:
