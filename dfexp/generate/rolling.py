@@ -89,7 +89,8 @@ class Rolling:
         await asyncio.to_thread(self.fleet.settle, terms.group)
         if self.configs is not None:
             await asyncio.to_thread(self.configs.settle, terms.group)
-        text = f"{len(changing)} servers in {time.monotonic() - began:.0f} s, {self.cut_off} requests cut off and sent again"
+        seconds = time.monotonic() - began
+        text = f"{len(changing)} servers in {seconds:.0f} s, {self.cut_off} requests cut off and sent again"
         await asyncio.sleep(rollout.RAMP_SHARE * terms.canary_s)
         rates = [rollout.fleet_rate(window) for window in (before, during, await self._window(terms.canary_s))]
         if rates[0]:
