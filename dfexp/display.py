@@ -13,6 +13,7 @@ from IPython.display import DisplayHandle
 from dfexp import control
 from dfexp.errors import ControlError, RunError, RunStopped
 from dfexp.fleet import Fleet, ServerStatus
+from dfexp.fleet.record import flat
 from dfexp.generate.rolling import FINAL
 from dfexp.layout import RunFolder
 from dfexp.preflight import Check
@@ -94,6 +95,9 @@ def line(status: Mapping[str, Any] | None) -> str:
     if status["state"] in ("running", "draining"):
         parts.append(f"{status['in_flight']:,} in flight")
         parts.append(f"{text(float(status['tok_per_s']))} completion tok/s (client, last {status['window_s']:.0f} s)")
+    away = [server for server in status["servers"] if server["state"] in ("down", "suspect", "quarantined")]
+    if away and status["state"] == "running":
+        parts.append(f"{len(away)} of {len(status['servers'])} servers away ({away[0]['name']}: {away[0]['state']})")
     if status["state"] == "running" and status["eta_s"] is not None:
         parts.append(f"about {duration(status['eta_s'])} left")
     if (rollout := status.get("rollout")) and rollout["state"] not in FINAL:
@@ -196,6 +200,12 @@ def checks(found: Sequence[Check]) -> Table | None:
     """What was checked before servers start; None for a fleet that runs already."""
     rows = [{"check": one.name, "": one.state, "found": one.found, "fix": one.fix or "-"} for one in found]
     return Table(name="checks", title="Checks before the start", rows=rows) if rows else None
+
+
+def settings(fleet: Fleet) -> Table:
+    """What the servers were asked for; what they made of it is in `limits`."""
+    rows = [{"parameter": key, "value": str(value)} for key, value in flat(fleet.group).items() if value is not None]
+    return Table(name="settings", title="Asked for", rows=rows)
 
 
 def fleet_conclusion(fleet: Fleet, statuses: Sequence[ServerStatus], launched: bool) -> str:

@@ -193,6 +193,7 @@ def model_faults(folder: Path, flags: Mapping[str, Any]) -> tuple[list[str], Map
     found = [name for name in there if name.endswith(".safetensors")]
     weights = set(map(str, named.values() if isinstance(named, dict) else found))
     lost = sorted(name for name in weights if there.get(name, 0) < 512)  # a pointer of Git LFS has some 130 bytes
+    cut = sorted(name for name in weights.difference(lost) if is_cut(folder / name))
     settings = folder / "tokenizer_config.json"
     has_template = "chat_template" in flags or any(name.startswith("chat_template.") for name in there)
     has_template = has_template or (settings.is_file() and '"chat_template"' in settings.read_text("utf-8", "replace"))
@@ -201,10 +202,23 @@ def model_faults(folder: Path, flags: Mapping[str, Any]) -> tuple[list[str], Map
         "no config.json that names architectures": not problem and not (config or {}).get("architectures"),
         "no *.safetensors": not weights and flags.get("load_format") != "dummy",
         f"{len(lost)} of {len(weights)} weight files missing, empty or pointers of Git LFS: {lost[:1]}": bool(lost),
+        f"{len(cut)} of {len(weights)} weight files cut short or damaged: {cut[:1]}": bool(cut),
         "no tokenizer": not there.keys() & _TABLE["tokenizers"],
         "no chat template": not has_template,
     }
     return [fault for fault, is_so in faults.items() if fault and is_so], config or {}
+
+
+def is_cut(weights: Path) -> bool:
+    """Whether a safetensors file is not as long as its header says: 8 bytes of length, JSON with offsets, the data."""
+    with weights.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length)) if length < weights.stat().st_size else {}
+            ends = [part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return True
+    return not ends or weights.stat().st_size != 8 + length + max(ends)
 
 
 def of_model(path: str, faults: Sequence[str], config: Mapping[str, Any]) -> Check:

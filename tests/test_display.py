@@ -149,7 +149,7 @@ def test_a_failed_run_gives_its_reason_and_its_log(folder: RunFolder) -> None:
 def test_a_line_has_counts_rate_window_and_time_left() -> None:
     assert display.line(status()) == (
         "running: 40 of 100 done, 2 failed, 8 in flight, 1,234 completion tok/s (client, last 20 s),"
-        " about 2 min 05 s left"
+        " 1 of 2 servers away (127.0.0.1:8081: quarantined), about 2 min 05 s left"
     )
     assert display.line(status("ended", done=98)) == "ended: 98 of 100 done, 2 failed"
     assert display.line(None) == "waiting for the run's first report"

@@ -240,10 +240,23 @@ def model(tmp_path: Path) -> Path:
     (folder / "tokenizer_config.json").write_text('{"chat_template": "..."}')
     names = [f"model-{part}-of-2.safetensors" for part in (1, 2)]
     for name in names:
-        (folder / name).write_bytes(bytes(1000))
+        (folder / name).write_bytes(weights(1000))
     index = {"weight_map": {"a": names[0], "b": names[1], "c": names[1]}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def weights(size: int) -> bytes:
+    """A safetensors file with one tensor of zeros."""
+    header = json.dumps({"__metadata__": {"format": "pt"}, "a": {"dtype": "U8", "data_offsets": [0, size]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
+
+
+@pytest.mark.parametrize("damaged", [weights(1000)[:-1], weights(1000) + b"0", bytes(1000), b"\xff" * 1000])
+def test_weights_that_are_not_as_long_as_their_header_says(model: Path, damaged: bytes) -> None:
+    (model / "model-2-of-2.safetensors").write_bytes(damaged)
+    found = "1 of 2 weight files cut short or damaged: ['model-2-of-2.safetensors']"
+    assert preflight.model_faults(model, {})[0] == [found]
 
 
 def test_a_complete_model(model: Path) -> None:

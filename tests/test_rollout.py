@@ -44,6 +44,14 @@ def test_a_slower_gpu_is_no_reason_against_the_settings() -> None:
     assert not judge("a", before, window({"a": 60.0, "b": 100.0, "c": 100.0}), 0.95)[0]
 
 
+def test_one_noisy_number_does_not_decide() -> None:
+    before = window({"a": 352.0, "b": 220.0})  # two equal servers, one of them held up for a while
+    passed, text = judge("a", before, window({"a": 350.0, "b": 355.0}), 0.95)
+    assert passed
+    assert "expected 355.0" in text
+    assert "--no-canary" in judge("a", before, window({"a": 266.0, "b": 355.0}), 0.95)[1]
+
+
 def test_the_text_has_the_numbers_and_the_window() -> None:
     passed, text = judge("a", BEFORE, window({"a": 50.0, "b": 100.0, "c": 110.0}, 60.0), 0.95)
     assert not passed

@@ -17,7 +17,7 @@ def up(args: argparse.Namespace) -> int:
     """`dfexp fleet up PARAMS`: launch, or attach to, the fleet of a parameter file, and wait for its first tokens."""
     spec, root = params.load(args.params, args.set), project_root()
     the_fleet, started = fleet.up(spec, root)
-    the_fleet.wait_ready(spec.fleet.start_timeout_s)
+    the_fleet.wait_ready(spec.fleet.start_timeout_s, say)
     print(f"{'launched' if started else 'running already'}; stop it with: dfexp fleet down {the_fleet.name}")
     outcome = print_fleet(the_fleet)
     require_room(spec, root, {each.name: each.limits for each in the_fleet.status()})

@@ -34,6 +34,7 @@ _BARE = ("_StoreTrueAction", "DeprecatedStoreTrueAction", "DeprecatedAction")
 _RULED = (
     "mamba_strategy", "disable_radix_cache", "disable_overlap_schedule", "page_size", "speculative_num_draft_tokens",
 )  # fmt: skip
+_RANGED = ("mem_fraction_static", "max_running_requests", "max_mamba_cache_size", "max_total_tokens", "page_size")
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number"),
     "float": ((int, float), "a number"),
@@ -80,6 +81,10 @@ def argv_for(flags: Mapping[str, Any], version: str, table: FlagTable) -> list[s
         if other != name:
             raise FleetError(f"fleet.flags: {other} and {name} are two spellings of one flag. Keep one.")
         argv += _words(name, flag, table[flag], value)
+    try:  # SGLang's parser takes any number
+        parse_flags({name: value for name, value in given.items() if name in _RANGED})
+    except CapacityError as error:
+        raise FleetError(f"fleet.flags: {error}") from None
     return argv
 
 

@@ -18,8 +18,8 @@ from dfexp.errors import FleetError
 
 _PROBE = Path(__file__).with_name("sglang_probe.py")
 FIX = (
-    "Make an environment with SGLang (python -m venv sglang-env; sglang-env/bin/pip install sglang) and name its"
-    " interpreter: fleet.python: sglang-env/bin/python."
+    "Make an environment with SGLang (python -m venv sglang-env; sglang-env/bin/pip install sglang==0.5.23) and name"
+    " its interpreter: fleet.python: sglang-env/bin/python."
 )
 
 

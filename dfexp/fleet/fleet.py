@@ -54,6 +54,10 @@ class ServerStatus:
     rss_bytes: int | None  # resident memory of its processes, shared pages counted in each
 
 
+def _silent(step: str) -> None:
+    """Tell nobody."""
+
+
 class Fleet:
     """Servers of one engine under one name, recorded in one folder. Safe to use from several threads."""
 
@@ -122,8 +126,8 @@ class Fleet:
             return Readiness(errors.Unreachable(f"{name}: {why}"))
         return readiness
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Return once the servers serve; all are asked at the same time.
+    def wait_ready(self, timeout_s: float, tell: Callable[[str], None] = _silent) -> None:
+        """Return once the servers serve; all are asked at the same time. `tell` is called with each step of a launch.
 
         While the fleet is being launched each must generate a token: the first that ends early or stays silent raises
         EngineStartError (cause from its log, fix, last lines), and everything that was started is stopped, also when
@@ -135,7 +139,7 @@ class Fleet:
             wait_for_one(self, end)
             return
         try:
-            Launch(self).wait(end)
+            Launch(self, tell).wait(end)
             with changing(self.folder):
                 self.reread()
                 self.save_locked(ready=True)

@@ -43,8 +43,9 @@ def up(spec: RunSpec, root: Path) -> tuple[Fleet, bool]:
         if changes:
             by = f" and is in use by {user}" if user else ""
             raise FleetError(
-                f"fleet {fleet.name!r} already runs with other parameters{by}: {'; '.join(changes)}. Stop it with"
-                f" `dfexp fleet down {fleet.name}`, or give this one another name (fleet.name)."
+                f"fleet {fleet.name!r} already runs with other parameters{by}: {'; '.join(changes)}. `dfexp fleet"
+                f" reconfigure` gives it these one server at a time, `dfexp fleet down {fleet.name}` stops it, another"
+                " fleet.name makes another fleet."
             )
         for server in ours:
             if record.ready and user is None and not server.process.is_alive():

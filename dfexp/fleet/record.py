@@ -76,7 +76,7 @@ def changing(folder: FleetFolder) -> Iterator[None]:
 
 def differences(running: AnyFleet, asked: AnyFleet) -> list[str]:
     """The keys that differ, with both values, but for those that say nothing about the servers themselves."""
-    old, new = _flat(running), _flat(asked)
+    old, new = flat(running), flat(asked)
     return [
         f"{key} is {old.get(key)!r}, asked for is {new.get(key)!r}"
         for key in {**new, **old}
@@ -84,8 +84,8 @@ def differences(running: AnyFleet, asked: AnyFleet) -> list[str]:
     ]
 
 
-def _flat(group: AnyFleet) -> dict[str, Any]:
-    """The parameters by their dotted names, those of inner mappings as well."""
+def flat(group: AnyFleet) -> dict[str, Any]:
+    """The parameters of a fleet by their dotted names, those of inner mappings as well."""
     found: dict[str, Any] = {}
     for key, value in group.model_dump(mode="json").items():
         inner = {f"fleet.{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dfexp import errors
@@ -28,8 +29,9 @@ class Garbage(RequestError):
 class Launch:
     """A fleet that is being launched: its servers are started, and each has to show that it serves."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet, self._group = fleet, fleet.group
+    def __init__(self, fleet: Fleet, tell: Callable[[str], None]) -> None:
+        """Args: tell, called for each server that is started and that serves."""
+        self._fleet, self._group, self._tell = fleet, fleet.group, tell
         self._serving: set[str] = set()  # servers that have given a token, and whose content was looked at
 
     def wait(self, end: float) -> None:
@@ -62,6 +64,7 @@ class Launch:
                 if started and group.stagger_s and not self._lets_others_start(started[-1], group.stagger_s):
                     return
                 started.append(fleet.start_locked(server))
+                self._tell(f"{server.name}: starting, {len(started)} of {len(fleet.servers)}")
                 if group.canary_first and len(started) == 1:
                     return
 
@@ -88,6 +91,7 @@ class Launch:
             error = Garbage(f"{server.name} answers, but with garbage: {'; '.join(reasons)}") if reasons else None
         if error is None:
             self._serving.add(server.name)
+            self._tell(f"{server.name}: serves, {len(self._serving)} of {len(fleet.servers)}")
         return error
 
     def _is_hopeless(self, server: Server, error: RequestError) -> bool:

@@ -16,7 +16,7 @@ from dfexp.errors import LockedError, RunError
 from dfexp.fleet.record import differences
 from dfexp.generate.events import EventLog
 from dfexp.generate.rolling import DONE, FINAL, change_idle
-from dfexp.generate.start import fleet_folder
+from dfexp.generate.start import CHANGE, fleet_folder
 from dfexp.layout import FleetFolder, RunFolder
 from dfexp.params import RunSpec
 
@@ -38,7 +38,7 @@ def reconfigure(spec: RunSpec, root: Path, tell: Callable[[str], None], **terms:
     holder, _, pid = (the_fleet.lease_holder() or "").rpartition(" (pid")
     if not pid:
         tell("no run uses this fleet: the answers of each server are checked, its speed is not")
-        with the_fleet.lease("dfexp fleet reconfigure"), EventLog(the_fleet.folder.events) as events:
+        with the_fleet.lease(CHANGE), EventLog(the_fleet.folder.events) as events:
             return asyncio.run(change_idle(the_fleet, spec, events, tell))
     if not holder.startswith("run "):
         raise LockedError(f"fleet {the_fleet.name!r} is in use by {holder}. Wait until that has ended.")

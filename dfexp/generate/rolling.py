@@ -64,8 +64,9 @@ class Rolling:
         try:
             await self._roll(terms, changing)
         except asyncio.CancelledError:  # the run ends: nothing is fed again, and what loads is left to load
-            left = len(self._to_change(terms.group))
-            self._tell("rollout_stopped", f"{left} of {len(self.lanes)} servers still have other settings; ask again")
+            own = [server.name for server in self.fleet.servers if server.settings is not None]
+            differ = f"{', '.join(own)} differ from the fleet's settings" if own else "no server differs"
+            self._tell("rollout_stopped", f"the run ended in the middle of the change; {differ}. Ask again to go on")
             raise
         except Exception as error:  # a full disk, a defect: the run itself can go on
             self._tell("rollout_failed", f"{type(error).__name__}: {error}")
@@ -77,6 +78,8 @@ class Rolling:
         old = {lane.name: self.fleet.settings(lane.name) for lane in changing}
         changes = differences(old[changing[0].name], terms.group)
         self._tell("rollout_started", f"{len(changing)} servers, one at a time: {'; '.join(changes)}")
+        if terms.canary_s:
+            self._tell("rollout_measures", f"measuring the present speed, {terms.canary_s:g} s")
         before, began = await self._window(terms.canary_s), time.monotonic()
         for number, lane in enumerate(changing, 1):
             why = await self._change(lane, terms.group, f"{number} of {len(changing)}", terms.drain_s)
@@ -105,6 +108,7 @@ class Rolling:
         self.cut_off += cut
         await lane.reading()  # the last of the counter that the restart sets to zero
         drained = time.monotonic()
+        self._tell("server_restarting", "starting with its settings", lane, position=position)
         if (why := await lane.reconfigure(group)) is not None:
             return why
         if self.configs is not None:
@@ -126,6 +130,8 @@ class Rolling:
 
     async def _prove(self, lane: Lane, before: Window, terms: Terms) -> str | None:
         """Feed the canary and time it. None when it may be followed, else why not."""
+        seconds = (1 + rollout.RAMP_SHARE) * terms.canary_s
+        self._tell("canary_measures", f"comparing its speed, {seconds:g} s", lane)
         await asyncio.sleep(rollout.RAMP_SHARE * terms.canary_s)
         passed, text = rollout.judge(lane.name, before, await self._window(terms.canary_s), terms.least_speed)
         self._tell("canary_verdict", text, lane, passed=passed)

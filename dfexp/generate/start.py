@@ -24,6 +24,9 @@ from dfexp.processes import ProcessId
 from dfexp.prompts import freeze
 
 START_TIMEOUT_S = 180.0
+CHANGE = "dfexp fleet reconfigure"
+"""The purpose of a lease that a change of an idle fleet holds; a run waits for its end."""
+
 ALL_KINDS = "all"
 
 
@@ -115,7 +118,9 @@ def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = N
         if control.living_process(folder) is not None:
             _check_same(spec, folder)
             return folder
-        fleet.attach(fleet_folder(spec, root))
+        the_fleet = fleet.attach(fleet_folder(spec, root))
+        while (the_fleet.lease_holder() or "").startswith(CHANGE):
+            time.sleep(0.5)
         with disk(f"create {folder.control}", "Fix the folder."):
             folder.control.mkdir(exist_ok=True)
         _spawn(folder, root, retry_failed)

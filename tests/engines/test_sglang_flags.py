@@ -131,6 +131,8 @@ def test_a_flag_is_written_as_the_version_wants(flags: dict[str, Any], version: 
         ({"mamba_strategy": "best"}, OLD, "best.*no_buffer"),
         ({"max_running_requests": "64"}, OLD, "max_running_requests = '64' must be a whole number"),
         ({"max_running_requests": 64.0}, OLD, "whole number"),
+        ({"mem_fraction_static": 1.7}, NEW, "mem_fraction_static = '1.7': Input should be less than 1"),
+        ({"max_running_requests": 0}, OLD, "max_running_requests = '0'"),
         ({"mem_fraction_static": "0.9"}, OLD, "must be a number"),
         ({"disable_radix_cache": "yes"}, OLD, "disable_radix_cache = 'yes' must be true or false"),
         ({"disable_radix_cache": 1}, NEW, "true or false"),
