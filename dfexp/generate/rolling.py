@@ -52,7 +52,8 @@ class Rolling:
         self.fleet.check_change(terms.group)
         if not (changing := self._to_change(terms.group)):
             raise RunError("all servers have these settings already: there is nothing to change.")
-        self.status, self.cut_off = {"id": terms.ident, "steps": []}, 0
+        self.status = {"id": terms.ident, "state": "rollout_asked", "text": "changing settings", "steps": []}
+        self.cut_off = 0
         self.task = asyncio.create_task(self._run(terms, changing))
 
     def _to_change(self, group: AnyFleet) -> list[Lane]:
