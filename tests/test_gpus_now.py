@@ -65,6 +65,7 @@ from dfexp.fleet.record import FleetRecord, changing
 from dfexp.hardware import held_bytes
 from dfexp.layout import FleetFolder
 from dfexp.params import LlamacppFleet
+from dfexp.processes import ProcessId
 folder, used = FleetFolder(Path(sys.argv[1])), sys.argv[2]
 folder.logs.mkdir(parents=True)
 hold = f"open({used!r}, 'w').write('70'); print('loaded', flush=True); import time; time.sleep(600)"
@@ -72,7 +73,10 @@ server = Server(name="a:1", url="http://a:1", argv=(sys.executable, "-c", hold),
                 env={"CUDA_VISIBLE_DEVICES": "0"})
 group = LlamacppFleet(engine="llamacpp")
 before = held_bytes(["0"])
-record = FleetRecord(identity="abc", spec=group, root=folder.path, servers=(server,), gpu_bytes_before=before)
+me = str(ProcessId.current())
+record = FleetRecord(
+    identity="abc", spec=group, root=folder.path, servers=(server,), launcher=me, gpu_bytes_before=before
+)
 fleet = Fleet(folder, engine_for(group), record)
 with changing(folder):
     fleet.save_locked()
