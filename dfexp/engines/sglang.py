@@ -68,7 +68,7 @@ class SglangEngine:
             ports = free_ports(group.host, group.servers)
         for port, names in zip(ports, gpus, strict=True):
             config = folder.path / f"server-{port}.yaml"
-            write_atomic(config, f"api-key: {key}\n".encode(), mode=0o600)
+            write_atomic(config, f'api-key: "{key}"\n'.encode(), mode=0o600)
             name = address(group.host, port)
             argv = (*self.command(port), "--config", str(config), *flags)
             log = str(folder.logs / f"server-{port}.log")

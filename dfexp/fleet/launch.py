@@ -82,7 +82,7 @@ def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> F
     try:
         key = engine.outside_key()
         if key is None:
-            key = secrets.token_urlsafe(32)
+            key = secrets.token_hex(32)  # never begins with "-", which would make it a flag
             write_atomic(folder.key, key.encode(), mode=0o600)
         servers = tuple(engine.plan(folder, key))
         gpus = {name for server in servers for name in server.gpus}
