@@ -45,7 +45,6 @@ class Installation:
     torch_version: str | None = None
     torch_cuda: str | None = None
     flashinfer_version: str | None = None
-    kernels_version: str | None = None
     cuda_home: str | None = None
     nvcc: str | None = None
     nvcc_version: str | None = None

@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 _HEADERS = ("cuda_runtime.h", "nv/target", "cuda/std/type_traits", "cub/version.cuh", "thrust/version.h")
 _SOURCE = "".join(f"#include <{name}>\n" for name in _HEADERS) + "dfexp __CUDACC_VER_MAJOR__.__CUDACC_VER_MINOR__\n"
 _PACKAGES = {"sglang": ("sglang",), "torch": ("torch",), "flashinfer": ("flashinfer-python", "flashinfer")}
-_PACKAGES["kernels"] = ("sgl-kernel", "sglang-kernel")
 
 
 class _Parser(argparse.ArgumentParser):
