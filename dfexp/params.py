@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, ValidationInfo
+from pydantic.functional_validators import field_validator, model_validator
 
 from dfexp.errors import ParamsError
 from dfexp.params_errors import explain, hide_secrets, looks_secret, shown
 from dfexp.params_plan import FlagValues, PlanGroup
+from dfexp.params_simulated import FaultPart
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -54,16 +56,11 @@ class LlamacppFleet(OwnFleet):
     start_timeout_s: float = Field(120.0, gt=0, description="time to the first generated token")
 
 
-class SglangFleet(OwnFleet):
-    """SGLang servers, one per GPU or per tensor-parallel group of GPUs."""
+class SglangServers(OwnFleet):
+    """Servers with SGLang's flags and rules, real or simulated."""
 
-    engine: Literal["sglang"]
     model: NamedPath = Field(description="folder of the model, or its name on the model hub")
-    python: NamedPath | None = Field(None, description="interpreter of an environment with SGLang; default: this one")
-    device: Literal["cuda", "cpu"] = Field("cuda", description="cpu is for trying things out")
-    gpus: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="GPUs to use; default: the first ones")
     flags: FlagValues = Field(default_factory=dict, description="SGLang flags by name, _ for -")
-    env: dict[EnvName, str] = Field(default_factory=dict, description="more environment variables for the servers")
     first_port: int | None = Field(
         None, ge=1024, le=55000, description="first of the ports in a row; default: free ones"
     )
@@ -73,16 +70,8 @@ class SglangFleet(OwnFleet):
         0.9, ge=0, le=1, description="least room, of what `plan` predicts, to begin with"
     )
     accepted_checks: list[str] = Field(default_factory=list, description="checks of preflight that may fail, by name")
-    start_timeout_s: float = Field(1800.0, gt=0, description="time to the first generated token of all")
 
-    @field_validator("gpus")
-    @classmethod
-    def _gpus_are_distinct(cls, gpus: list[int] | None) -> list[int] | None:
-        if gpus and len(set(gpus)) < len(gpus):
-            raise ValueError("it names a GPU twice. Name each once.")
-        return gpus
-
-    @field_validator("env", "flags")
+    @field_validator("env", "flags", check_fields=False)
     @classmethod
     def _can_be_handed_over(cls, given: dict[str, Any]) -> dict[str, Any]:
         for name, value in given.items():
@@ -93,6 +82,47 @@ class SglangFleet(OwnFleet):
             if any("\0" in str(item) for item in (value if isinstance(value, list) else [value])):
                 raise ValueError(f"{name} holds a NUL character, which no program can be given. Remove it.")
         return given
+
+
+class SglangFleet(SglangServers):
+    """SGLang servers, one per GPU or per tensor-parallel group of GPUs."""
+
+    engine: Literal["sglang"]
+    python: NamedPath | None = Field(None, description="interpreter of an environment with SGLang; default: this one")
+    device: Literal["cuda", "cpu"] = Field("cuda", description="cpu is for trying things out")
+    gpus: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="GPUs to use; default: the first ones")
+    env: dict[EnvName, str] = Field(default_factory=dict, description="more environment variables for the servers")
+    start_timeout_s: float = Field(1800.0, gt=0, description="time to the first generated token of all")
+
+    @field_validator("gpus")
+    @classmethod
+    def _gpus_are_distinct(cls, gpus: list[int] | None) -> list[int] | None:
+        if gpus and len(set(gpus)) < len(gpus):
+            raise ValueError("it names a GPU twice. Name each once.")
+        return gpus
+
+
+class SimulatedFleet(SglangServers):
+    """SGLang servers that are simulated on this machine, without SGLang and without a GPU, in a time of their own."""
+
+    engine: Literal["simulated"]
+    speed: Literal["max"] | Annotated[float, Field(gt=0)] = Field(
+        "max", description="simulated seconds per second; max: as fast as the client can go"
+    )
+    seed: int = Field(0, ge=0, description="of texts, lengths and shares of requests")
+    load_s: float = Field(60.0, ge=0, description="simulated seconds in which a server loads its model")
+    thinking: bool = Field(True, description="answers begin with a thought")
+    faults: list[FaultPart] = Field(default_factory=list, description="what goes wrong, and when")
+    plan: PlanGroup | None = Field(None, description="the GPUs and the load that are simulated; default: `plan`")
+    start_timeout_s: float = Field(120.0, gt=0, description="time to the first generated token of all")
+
+    @field_validator("faults")
+    @classmethod
+    def _faults_are_of_servers(cls, faults: list[FaultPart], info: ValidationInfo) -> list[FaultPart]:
+        servers = info.data.get("servers", 64)
+        for index in [fault.server for fault in faults if fault.server is not None and fault.server >= servers]:
+            raise ValueError(f"there is no server {index}: fleet.servers is {servers}, counted from 0.")
+        return faults
 
 
 class ExternalFleet(FleetGroup):
@@ -167,7 +197,7 @@ class ReportGroup(Group):
     seed: int = Field(0, ge=0, description="of the draw")
 
 
-AnyFleet = Annotated[LlamacppFleet | SglangFleet | ExternalFleet, Field(discriminator="engine")]
+AnyFleet = Annotated[LlamacppFleet | SglangFleet | SimulatedFleet | ExternalFleet, Field(discriminator="engine")]
 
 
 class RunSpec(Group):
@@ -180,7 +210,18 @@ class RunSpec(Group):
     generation: GenerationGroup = GenerationGroup()
     store: StoreGroup = StoreGroup()
     report: ReportGroup = ReportGroup()
-    plan: PlanGroup | None = Field(None, description="what `dfexp plan` needs to know; nothing else reads it")
+    plan: PlanGroup | None = Field(None, description="what `dfexp plan` needs to know; simulated servers follow it")
+
+    @model_validator(mode="after")
+    def _plan_is_simulated(self) -> Self:
+        if not isinstance(self.fleet, SimulatedFleet) or self.fleet.plan is not None:
+            return self
+        if self.plan is None:
+            raise ValueError(
+                "fleet.engine = 'simulated': it simulates what a `plan` group says, and there is none. Add one with at"
+                " least plan.gpu, plan.prompt and plan.completion."
+            )
+        return self.model_copy(update={"fleet": self.fleet.model_copy(update={"plan": self.plan})})
 
     @property
     def fleet_name(self) -> str:

@@ -92,9 +92,15 @@ def _path(item: ErrorDetails, tree: Any) -> tuple[str | int, ...]:
     return (*path, "engine") if item["type"].startswith("union_tag") else path
 
 
+def _named(item: ErrorDetails) -> tuple[str, ...]:
+    """Pydantic's place of a mistake without the places in lists."""
+    return tuple(step for step in item["loc"] if isinstance(step, str))
+
+
 def _line(key: str, items: list[ErrorDetails], known: list[_Key]) -> str:
     item, kind, value = items[0], items[0]["type"], items[0]["input"]
-    meant = [one.description for one in known if one.loc == item["loc"][: len(one.loc)]]
+    loc = _named(item)
+    meant = [one.description for one in known if one.loc == loc[: len(one.loc)]]
     meaning = f" ({meant[-1]})" if meant and meant[-1] else ""
     if kind == "missing":
         return f"{key}: missing, and it has no default.{meaning}"
@@ -105,7 +111,8 @@ def _line(key: str, items: list[ErrorDetails], known: list[_Key]) -> str:
     if kind in ("extra_forbidden", "invalid_key"):
         return f"{head}: unknown key. {_nearest(key, item, known)}"
     if kind == "value_error":
-        return f"{head}: {hide_secrets(str(item['ctx']['error']))}"
+        words = hide_secrets(str(item["ctx"]["error"]))
+        return f"{head}: {words}" if key else words
     said = {re.sub("a valid dictionary.*", "a group of keys", one["msg"]): None for one in items}
     right = " or ".join(said).replace("Input should be", "must be").replace("or must be", "or")
     return f"{head}: {right}.{_hint(items)}{meaning}"
@@ -114,8 +121,9 @@ def _line(key: str, items: list[ErrorDetails], known: list[_Key]) -> str:
 def _nearest(key: str, item: ErrorDetails, known: list[_Key]) -> str:
     """The right key that the user most likely meant: in the same group first, then anywhere."""
     name = key.split(".")[-1]
-    here = {one.loc[-1]: one for one in known if one.loc[:-1] == item["loc"][:-1]}
-    everywhere = {one.loc[-1]: one for one in reversed(known)}
+    here = {one.loc[-1]: one for one in known if one.loc[:-1] == _named(item)[:-1]}
+    # Of several, the first of the least nested: a simulated fleet may have a plan of its own.
+    everywhere = {one.loc[-1]: one for one in reversed(sorted(known, key=lambda one: one.dotted.count(".")))}
     for keys, cutoff in ((here, 0.6), (everywhere, 0.75)):
         for close in difflib.get_close_matches(name, keys, n=1, cutoff=cutoff):
             meant = keys[close]

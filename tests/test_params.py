@@ -16,6 +16,7 @@ from dfexp.params import (
     LlamacppFleet,
     RunSpec,
     SglangFleet,
+    SimulatedFleet,
     load,
     merge,
     parse_override,
@@ -29,7 +30,7 @@ GOOD: dict[str, Any] = {"run": "r", "fleet": {"engine": "llamacpp"}, "prompts": 
 RUN = "(name of the run and of its folder under outputs/: letters, digits and . _ -)"
 QUOTES = "Put it in quotes: YAML does not read it as text."
 NUMBER = "YAML reads it as text: remove the quotes; 1e-3 is written 1.0e-3."
-ENGINES = "'llamacpp' or 'sglang' or 'external'"
+ENGINES = "'llamacpp' or 'sglang' or 'simulated' or 'external'"
 
 
 def mistakes(tree: dict[str, Any]) -> list[str]:
@@ -352,6 +353,94 @@ def test_what_servers_cannot_be_given(keys: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("model", ["m", "/models/m", "models/m/", "Qwen/Qwen3-8B", "../m", "./m.v2", "~/m", "/a b/m\n"])
 def test_names_and_folders_of_models_are_taken(model: str) -> None:
     assert validate(sglang(model=model, gpus=[1, 0], python="python3"), "p.yaml").fleet.model == model
+
+
+# ------------------------------------------------------------------------------------------- simulated servers
+
+
+PLAN: dict[str, Any] = {"gpu": "rtx-pro-6000", "prompt": {"tokens": 150}, "completion": {"tokens": 900}}
+
+
+def simulated(*faults: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    fleet = {"engine": "simulated", "model": "m", "servers": 2, "faults": list(faults), **keys}
+    return {**GOOD, "fleet": fleet, "plan": PLAN}
+
+
+EVERY_KIND: list[dict[str, Any]] = [
+    {"kind": "crash", "server": 1, "at_s": 60},
+    {"kind": "crash", "share": 0.1, "at_s": 5, "for_s": 5, "times": 2},
+    {"kind": "hang", "at_s": 60, "for_s": 30},
+    {"kind": "slow"},
+    {"kind": "slow", "factor": 2},
+    {"kind": "health", "status": 200},
+    {"kind": "status", "status": 429, "retry_after_s": 3, "contains": "x"},
+    *({"kind": kind, "share": 1} for kind in ("html", "garbage", "cut", "never")),
+    {"kind": "oom_at_start", "times": 2},
+]
+
+
+def test_a_simulated_fleet_has_the_plan_of_its_file_and_survives_a_round_trip() -> None:
+    spec = validate(simulated(*EVERY_KIND, speed=50), "p.yaml")
+    assert isinstance(spec.fleet, SimulatedFleet)
+    assert (spec.fleet.plan, spec.plan is None) == (spec.plan, False)
+    assert [fault.kind for fault in spec.fleet.faults] == [fault["kind"] for fault in EVERY_KIND]
+    assert validate(spec.model_dump(mode="json"), "run.json") == spec
+    own = validate(simulated(plan={**PLAN, "gpu": "h100"}), "p.yaml")
+    assert isinstance(own.fleet, SimulatedFleet)
+    assert own.fleet.plan
+    assert own.plan
+    assert (own.fleet.plan.gpu, own.plan.gpu) == ("h100", "rtx-pro-6000")
+
+
+def test_a_simulated_fleet_without_any_plan_says_what_is_missing() -> None:
+    tree = {**simulated(), "plan": None}
+    assert mistakes(tree) == [
+        "fleet.engine = 'simulated': it simulates what a `plan` group says, and there is none. Add one with at least"
+        " plan.gpu, plan.prompt and plan.completion."
+    ]
+    assert mistakes({**simulated(), "plan": {**PLAN, "gpu": 6000}}) == [
+        f"plan.gpu = 6000: must be a valid string. {QUOTES} (kind of GPU, such as rtx-pro-6000)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"kind": "crash"}, ": a crash needs at_s, or share or contains for the requests that cause it."),
+        ({"kind": "crash", "at_s": 3, "for_s": 2}, ": for_s means nothing for a crash at a time, which happens once."),
+        ({"kind": "hang", "share": 0.5}, ": share means nothing for hang, which takes server, at_s, for_s."),
+        ({"kind": "oom_at_start", "at_s": 1}, ": at_s means nothing for oom_at_start, which takes server, times."),
+        ({"kind": "status", "status": 200}, ": status 200 is no failure. Give 400 to 599."),
+        ({"kind": "slow", "facter": 3}, ".facter = 3: unknown key. Did you mean fleet.faults.factor?"),
+        ({"kind": "slow", "factor": "3"}, f".factor = '3': must be a valid number. {NUMBER} (slow: factor on all"),
+        ({"kind": "hang", "at_s": math.inf}, ".at_s = inf: must be a finite number. (when it begins;"),
+        ({"kind": "bang"}, ".kind = 'bang': must be 'crash', 'hang', "),
+        ({}, ".kind: missing, and it has no default. (crash: the server ends;"),
+    ],
+)
+def test_a_fault_that_means_nothing_says_what_is_right(fault: dict[str, Any], message: str) -> None:
+    (line,) = mistakes(simulated({"kind": "slow"}, fault))
+    assert line.startswith("fleet.faults.1")
+    assert message in line
+
+
+def test_a_fault_names_a_server_that_there_is() -> None:
+    (line,) = mistakes(simulated({"kind": "crash", "at_s": 1, "server": 2}))
+    assert line.endswith(": there is no server 2: fleet.servers is 2, counted from 0.")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"speed": "fast"}, "fleet.speed = 'fast': must be 'max' or a valid number. (simulated seconds per second;"),
+        ({"speed": 0}, "fleet.speed = 0: must be 'max' or greater than 0. ("),
+        ({"device": "cpu"}, "fleet.device = 'cpu': unknown key. It belongs to engine sglang."),
+        ({"flags": {"api_key": "x"}}, "fleet.flags = {api_key: (hidden)}: api_key looks like a secret"),
+    ],
+)
+def test_a_wrong_key_of_a_simulated_fleet_is_explained(keys: dict[str, Any], message: str) -> None:
+    (line,) = mistakes(simulated(**keys))
+    assert line.startswith(message)
 
 
 # ------------------------------------------------------------------------------------------- overrides

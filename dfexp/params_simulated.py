@@ -1,0 +1,79 @@
+"""The faults of simulated servers in a parameter file: what goes wrong, when, and for which requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from dfexp.params_plan import Count, PlanPart
+
+Seconds = Annotated[float, Field(ge=0)]
+ON_SCHEDULE = ("crash", "hang", "slow", "health")
+"""Kinds that happen to a whole server, from `at_s` on."""
+TO_REQUESTS = ("crash", "status", "html", "garbage", "cut", "never")
+"""Kinds that happen when a request arrives."""
+_WINDOW, _CHOICE = ("at_s", "for_s"), ("share", "contains", "times")
+_MEANING: dict[str, tuple[str, ...]] = {
+    "crash": (*_WINDOW, *_CHOICE),
+    "hang": _WINDOW,
+    "slow": (*_WINDOW, "factor"),
+    "health": (*_WINDOW, "status"),
+    "status": (*_WINDOW, *_CHOICE, "status", "retry_after_s"),
+    **dict.fromkeys(("html", "garbage", "cut", "never"), (*_WINDOW, *_CHOICE)),
+    "oom_at_start": ("times",),
+}
+
+
+class FaultPart(PlanPart):
+    """One thing that goes wrong. Times are virtual seconds since the start of the first server."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    kind: Literal[
+        "crash", "hang", "slow", "status", "html", "garbage", "cut", "never", "health", "oom_at_start"
+    ] = Field(
+        description="crash: the server ends; hang: nothing moves; slow: all takes `factor` times as long; status, html,"
+        " garbage, cut, never: what a request gets, never being no answer; health: /health answers `status`;"
+        " oom_at_start: it ends while it loads"
+    )  # fmt: skip
+    server: int | None = Field(None, ge=0, description="index of the server, from 0; default: every one")
+    at_s: Seconds | None = Field(None, description="when it begins; default: at the start")
+    for_s: Annotated[float, Field(gt=0)] | None = Field(None, description="how long it lasts; default: for ever")
+    factor: float = Field(5.0, gt=0, le=10_000, description="slow: factor on all times")
+    status: int | None = Field(None, ge=200, le=599, description="HTTP status; default: 500, of health 503")
+    retry_after_s: Seconds | None = Field(None, description="status: the Retry-After that it comes with")
+    share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="part of the requests, the same ones whenever they are sent; default: all of them"
+    )
+    contains: Annotated[str, Field(min_length=1)] | None = Field(None, description="only requests with this text")
+    times: Count | None = Field(
+        None, description="at the most so many times for each server; default: no limit, of oom_at_start 1"
+    )
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Self:
+        known, fields = _MEANING[self.kind], type(self).model_fields
+        given = {name for name, field in fields.items() if getattr(self, name) != field.default} - {"kind", "server"}
+        if odd := sorted(given.difference(known)):
+            raise ValueError(f"{odd[0]} means nothing for {self.kind}, which takes server, {', '.join(known)}.")
+        if self.kind == "status" and self.status is not None and self.status < 400:
+            raise ValueError(f"status {self.status} is no failure. Give 400 to 599.")
+        if self.kind == "crash" and not self.is_to_requests:
+            if self.at_s is None:
+                raise ValueError("a crash needs at_s, or share or contains for the requests that cause it.")
+            if odd := sorted(given & {"for_s", "times"}):
+                raise ValueError(f"{odd[0]} means nothing for a crash at a time, which happens once. Remove it.")
+        return self
+
+    @property
+    def is_to_requests(self) -> bool:
+        """Whether it happens to requests when they arrive; else to a whole server."""
+        if self.kind == "crash":
+            return self.share is not None or self.contains is not None
+        return self.kind in TO_REQUESTS
+
+    @property
+    def answered_status(self) -> int:
+        """The HTTP status, the default in place."""
+        return self.status or (503 if self.kind == "health" else 500)
