@@ -344,6 +344,7 @@ class Loop:
         rates = self._progress.rates(now, left=left)
         return {
             "state": state,
+            "engine": self._s.fleet.engine.name,
             "reason": self._reason,
             "pid": self._s.me.pid,
             "process_started": self._s.me.started,
