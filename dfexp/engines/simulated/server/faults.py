@@ -1,0 +1,93 @@
+"""The faults of one simulated server: which are due when, which hit a request, and what it is answered. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from http.client import responses
+from math import inf
+
+from dfexp.params_simulated import FaultPart
+
+GARBAGE = "!"
+"""What SGLang says for token 0, over and over: one for each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A change of the whole server at virtual second `at_s`, over at `until_s` (None: it stays)."""
+
+    at_s: float
+    until_s: float | None
+    part: FaultPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An HTTP answer in place of a completion."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Faults:
+    """Those of the parameter file's faults that concern server `index`. It outlives restarts: it counts `times`."""
+
+    def __init__(self, parts: Sequence[FaultPart], index: int, seed: int) -> None:
+        mine = [(number, part) for number, part in enumerate(parts) if part.server in (None, index)]
+        self._to_requests = [(number, part) for number, part in mine if part.is_to_requests]
+        self._on_schedule = [part for _, part in mine if not part.is_to_requests]
+        self._seed, self._met = seed, Counter[int]()
+
+    def due(self, since_s: float = 0.0) -> list[Due]:
+        """What is scheduled for a server that starts at `since_s`, in order; what goes on by then is among it."""
+        return sorted(self._due(since_s), key=lambda due: due.at_s)
+
+    def _due(self, since_s: float) -> Iterator[Due]:
+        for part in self._on_schedule:
+            at_s = part.at_s or 0.0
+            until_s = None if part.for_s is None else at_s + part.for_s
+            is_over = at_s < since_s if part.kind == "crash" else until_s is not None and until_s <= since_s
+            if part.kind != "oom_at_start" and not is_over:
+                yield Due(at_s=at_s, until_s=until_s, part=part)
+
+    def fails_to_start(self, number: int) -> FaultPart | None:
+        """The fault that ends start `number` of this server, counted from 1."""
+        parts = (part for part in self._on_schedule if part.kind == "oom_at_start")
+        return next((part for part in parts if number <= (part.times or 1)), None)
+
+    def of_request(self, key: int, text: str, at_s: float) -> FaultPart | None:
+        """The first fault that hits a request which arrives at `at_s`; it counts as met.
+
+        Args: key, as `request_key` makes it: the same requests are hit whenever they come; text, all that it says.
+        """
+        for number, part in self._to_requests:
+            begins_s = part.at_s or 0.0
+            is_time = begins_s <= at_s < begins_s + (part.for_s or inf)
+            is_meant = (part.contains or "") in text and self._level(number, key) < (part.share or 1.0)
+            if is_time and is_meant and self._met[number] < (part.times or inf):
+                self._met[number] += 1
+                return part
+        return None
+
+    def _level(self, number: int, key: int) -> float:
+        digest = blake2b(f"{self._seed} {number} {key}".encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big") / 2**56
+
+
+def reply(part: FaultPart) -> Reply:
+    """The answer of a `status` fault as SGLang words errors, of an `html` fault a proxy's page."""
+    status = 502 if part.kind == "html" else part.answered_status
+    phrase = responses.get(status, "Error")
+    if part.kind == "html":
+        page = f"<html><head><title>{status} {phrase}</title></head><body><h1>{status} {phrase}</h1></body></html>\r\n"
+        return Reply(status=status, content_type="text/html", body=page.encode())
+    error = {"object": "error", "message": f"simulated fault: {phrase}", "type": phrase.replace(" ", ""), "param": None}
+    waits = {} if part.retry_after_s is None else {"Retry-After": f"{part.retry_after_s:g}"}
+    body = json.dumps({**error, "code": status}).encode()
+    return Reply(status=status, content_type="application/json", body=body, headers=waits)
