@@ -18,7 +18,7 @@ from dfexp.generate.rolling import FINAL
 from dfexp.layout import RunFolder
 from dfexp.preflight import Check
 from dfexp.records import Answer, ServerLimits
-from dfexp.tables import FONT, Table, duration, rows_html, text
+from dfexp.tables import FONT, Table, duration, labelled, rows_html, text
 
 _COLORS = {"ended": "#009E73", "failed": "#D55E00", "stopped": "#E69F00"}
 
@@ -91,7 +91,7 @@ def line(status: Mapping[str, Any] | None) -> str:
     """The progress of a run in one short line."""
     if status is None:
         return "waiting for the run's first report"
-    parts = [f"{status['state']}: {_counts(status)}"]
+    parts = [f"{_state(status)}: {_counts(status)}"]
     if status["state"] in ("running", "draining"):
         parts.append(f"{status['in_flight']:,} in flight")
         parts.append(f"{text(float(status['tok_per_s']))} completion tok/s (client, last {status['window_s']:.0f} s)")
@@ -105,6 +105,10 @@ def line(status: Mapping[str, Any] | None) -> str:
     if status["state"] in ("stopped", "failed") and status["reason"]:
         parts.append(str(status["reason"]))
     return ", ".join(parts)
+
+
+def _state(status: Mapping[str, Any]) -> str:
+    return labelled(status["state"], status.get("engine"))
 
 
 def html(status: Mapping[str, Any] | None) -> str:
@@ -133,7 +137,7 @@ def _bar(status: Mapping[str, Any]) -> str:
     color = _COLORS.get(status["state"], "#0072B2")
     return (
         "<div style='display:flex;justify-content:space-between;margin-bottom:3px'>"
-        f"<span><b style='color:{color}'>{escaping.escape(status['state'])}</b> &nbsp; {_counts(status)}</span>"
+        f"<span><b style='color:{color}'>{escaping.escape(_state(status))}</b> &nbsp; {_counts(status)}</span>"
         f"<span>{done:.1f} %</span></div>"
         "<div style='display:flex;height:12px;border-radius:6px;overflow:hidden;background:rgba(128,128,128,.22)'>"
         f"<div style='width:{done:.3f}%;background:{color}'></div>"
@@ -193,7 +197,7 @@ def servers(fleet: Fleet, statuses: Sequence[ServerStatus]) -> Table:
         }
         for status in statuses
     ]  # fmt: skip
-    return Table(name="servers", title=f"Fleet {fleet.name}", rows=rows)
+    return Table(name="servers", title=labelled(f"Fleet {fleet.name}", fleet.engine.name), rows=rows)
 
 
 def checks(found: Sequence[Check]) -> Table | None:
@@ -212,8 +216,9 @@ def fleet_conclusion(fleet: Fleet, statuses: Sequence[ServerStatus], launched: b
     """How many servers serve, and how to stop them, as Markdown."""
     ready = sum(status.state == "ready" for status in statuses)
     how = "launched now" if launched else "already running, attached to"
+    what = labelled("servers", fleet.engine.name)
     return (
-        f"**{ready} of {len(statuses)} servers are ready** ({how}). The fleet outlives this notebook: stop it with"
+        f"**{ready} of {len(statuses)} {what} are ready** ({how}). The fleet outlives this notebook: stop it with"
         f" `dfexp fleet down {fleet.name}`; `dfexp run` stops by itself the fleet that it started."
     )
 
@@ -225,7 +230,7 @@ def limits(statuses: Sequence[ServerStatus]) -> Table:
         said = status.limits or ServerLimits()
         parts = [f"{part} {count / 2**20:,.0f}" for part, count in (said.state_bytes or {}).items()]
         row = {
-            "server": status.name, "model": said.model or "-",
+            "server": status.name, "engine": said.engine_version or "-", "model": said.model or "-",
             "requests at once": said.max_running_requests, "tokens per request": said.context_length,
             "tokens, all requests": said.max_total_num_tokens, "state slots": said.max_mamba_cache_size,
             "memory implied (MiB)": " + ".join(parts) or "-",

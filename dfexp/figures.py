@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from dfexp import report
+from dfexp.tables import labelled
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#3B3B3B")
 """After Okabe and Ito; their yellow and black are left out for contrast on white."""
@@ -117,7 +118,7 @@ def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y:
 
 def _source(data: report.RunData) -> str:
     still = f", run unfinished ({data.asked - data.missing:,} of {data.asked:,})" if data.missing else ""
-    return f"Source: outputs of run {data.folder.name}, {len(data.rows):,} completions{still}"
+    return f"Source: outputs of run {labelled(data.folder.name, data.engine)}, {len(data.rows):,} completions{still}"
 
 
 def _time_axis(span_s: float) -> tuple[float, str]:

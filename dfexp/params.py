@@ -228,6 +228,11 @@ class RunSpec(Group):
         """The fleet's folder name."""
         return self.fleet.name or self.run
 
+    @property
+    def planned(self) -> PlanGroup | None:
+        """The plan that counts: of simulated servers the one that they follow."""
+        return self.fleet.plan if isinstance(self.fleet, SimulatedFleet) else self.plan
+
 
 PARAMETERS = tuple(RunSpec.model_fields)
 """Top-level names, which are also the names in the parameters cell of every notebook."""

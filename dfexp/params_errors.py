@@ -123,7 +123,8 @@ def _nearest(key: str, item: ErrorDetails, known: list[_Key]) -> str:
     name = key.split(".")[-1]
     here = {one.loc[-1]: one for one in known if one.loc[:-1] == _named(item)[:-1]}
     # Of several, the first of the least nested: a simulated fleet may have a plan of its own.
-    everywhere = {one.loc[-1]: one for one in sorted(known[::-1], key=lambda one: -one.dotted.count("."))}
+    by_depth = sorted(known, key=lambda one: one.dotted.count("."))
+    everywhere = {one.loc[-1]: one for one in reversed(by_depth)}
     for keys, cutoff in ((here, 0.6), (everywhere, 0.75)):
         for close in difflib.get_close_matches(name, keys, n=1, cutoff=cutoff):
             meant = keys[close]

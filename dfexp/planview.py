@@ -48,7 +48,7 @@ class View:
 
 def view(spec: RunSpec, root: Path) -> View | None:
     """The run's plan; None without a `plan` group. Raises CapacityError when the group is impossible."""
-    if spec.plan is None:
+    if spec.planned is None:
         return None
     prepared = prepared_for(spec, root)
     return View(prepared=prepared, plan=make_plan(prepared.setting))
@@ -154,6 +154,7 @@ def beside(shown: View, statuses: Sequence[ServerStatus]) -> Table | None:
     rows = [
         {
             "server": status.name,
+            "engine": status.limits.engine_version or "-",
             "cap, predicted": plan.max_running_requests,
             "cap, actual": status.limits.max_running_requests,
             "KV tokens, predicted": plan.max_total_num_tokens,

@@ -25,6 +25,7 @@ from dfexp.engines.base import engine_for
 from dfexp.engines.sglang import SglangEngine
 from dfexp.engines.sglang_flags import SHIPPED, argv_for, gpus_per_server
 from dfexp.engines.sglang_install import FIX, Installation
+from dfexp.engines.simulated import SimulatedEngine
 from dfexp.errors import DfexpError, FleetError
 from dfexp.hardware import CONTEXT_MIB, GpuNow, find_gpu, gpus_now
 from dfexp.jsonl import read_json
@@ -32,6 +33,7 @@ from dfexp.params import RunSpec
 from dfexp.records import ServerLimits
 
 BYTES_PER_TOKEN, LEAST_DISK_GIB, SPARE_FILES = 6, 5, 256
+LEAST_MEMORY_GIB, GIB_PER_SIMULATED = 1, 1 / 32
 IDLE_SHARE = 0.03
 """Part of a GPU's memory that the driver may hold while nobody uses it."""
 _TABLE = json.loads(files("dfexp").joinpath("preflight.json").read_text(encoding="utf-8"))
@@ -69,8 +71,11 @@ def enough(name: str, have: float, needed: float, what: str) -> Check:
 
 def checks_for(spec: RunSpec, root: Path) -> list[Check]:
     """What can be known about a run's servers before they start. Starts nothing; takes seconds, most for SGLang's."""
-    engine = engine_for(spec.fleet, root)
-    checks, chosen, version = _sglang(engine) if isinstance(engine, SglangEngine) else ([], [], "")
+    engine, checks, chosen, version = engine_for(spec.fleet, root), list[Check](), list[GpuNow](), ""
+    if isinstance(engine, SglangEngine):
+        checks, chosen, version = _sglang(engine)
+    elif isinstance(engine, SimulatedEngine):
+        checks = _simulated(engine)
     prepared, capacity = _capacity(spec, root, version, chosen)
     return accepted([*checks, *capacity, *_machine(spec, root, prepared)], getattr(spec.fleet, "accepted_checks", ()))
 
@@ -160,6 +165,16 @@ def _sglang(engine: SglangEngine) -> tuple[list[Check], list[GpuNow], str]:
     checks += [of_gpus(names, chosen, problem or now.reason), of_gpu_memory(chosen, flags)]
     checks += [of_attention(flags, chosen, version, is_hybrid="linear_num_value_heads" in str(config))]
     return [*checks, of_driver(installed, now.driver_cuda), of_toolkit(installed, chosen)], chosen, version
+
+
+def _simulated(engine: SimulatedEngine) -> list[Check]:
+    """The checks of simulated servers, which need neither SGLang nor a GPU."""
+    _, problem = _tried(engine.spelled)
+    free_gib, servers = psutil.virtual_memory().available / GIB, engine.group.servers
+    return [
+        judged("flags", problem, f"spelled right for SGLang {engine.version}, which is simulated"),
+        enough("memory", free_gib, LEAST_MEMORY_GIB + servers * GIB_PER_SIMULATED, f"GiB for {servers} server(s)"),
+    ]
 
 
 def of_sglang(installed: Installation | None, problem: str) -> Check:
@@ -308,9 +323,10 @@ def _number(version: str) -> tuple[int, ...]:
 
 def _capacity(spec: RunSpec, root: Path, version: str, chosen: Sequence[GpuNow]) -> tuple[Prepared | None, list[Check]]:
     """What the plan says, for the GPUs and the version that are there."""
-    if spec.plan is None:
+    plan = spec.planned
+    if plan is None:
         return None, []
-    known: dict[str, Any] = {"prompts": spec.plan.prompts or 1, "shared_prefix_share": 0.0}
+    known: dict[str, Any] = {"prompts": plan.prompts or 1, "shared_prefix_share": 0.0}
     known |= {"sglang_version": version} if version else {}
     if chosen:
         kind, _ = _tried(partial(find_gpu, chosen[0].name))
@@ -318,10 +334,10 @@ def _capacity(spec: RunSpec, root: Path, version: str, chosen: Sequence[GpuNow])
         known |= {"gpu": kind.name} if kind else {}
     prepared, memory = predicted(spec, root, **known)
     # What is required of servers once they are up is required here, of those that are predicted for these GPUs.
-    gpu, room, found = known.get("gpu", spec.plan.gpu), ServerLimits(), ""
+    gpu, room, found = known.get("gpu", plan.gpu), ServerLimits(), ""
     if not isinstance(memory, DfexpError):
         cap, tokens = memory.max_running_requests, memory.max_total_num_tokens
-        said = f"sglang {version or spec.plan.sglang_version}"
+        said = f"sglang {version or plan.sglang_version}"
         room = ServerLimits(max_running_requests=cap, max_total_num_tokens=tokens, engine_version=said)
         found = f"{cap} requests at once, {tokens:,} KV tokens a server on {gpu} (predicted)"
     _, problem = _tried(partial(require_room, spec, root, {f"on {gpu}, as predicted": room}))

@@ -17,7 +17,7 @@ from IPython.display import HTML
 from dfexp import control, jsonl, shards
 from dfexp.errors import RunError
 from dfexp.layout import RunFolder
-from dfexp.tables import FONT, Table, duration, text
+from dfexp.tables import FONT, SIMULATED, Table, duration, labelled, text
 
 _TYPES = {
     "index": "int64", "server": "object", "config_id": "object", "finish_reason": "object", "flags": "object",
@@ -52,6 +52,11 @@ class RunData:
     failures: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     examples: Sequence[Mapping[str, Any]]
+
+    @property
+    def engine(self) -> str:
+        """The engine of its servers, as its parameters name it; "" if they do not."""
+        return str(self.run["spec"].get("fleet", {}).get("engine", ""))
 
 
 def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
@@ -122,8 +127,10 @@ def summary(data: RunData, title: str | None = None) -> Table:
         ("server outages", outages, "", "a server died or stopped answering, by events.jsonl"),
     ]
     table = [dict(zip(("what", "value", "unit", "how it is measured"), line, strict=True)) for line in lines]
-    note = "The run is not finished: this is what there is now." if data.missing else ""
-    return Table(name="summary", title=title or f"Run {data.folder.name}", rows=table, note=note)
+    note = "The run is not finished: this is what there is now. " if data.missing else ""
+    if data.engine == SIMULATED:
+        note += "The servers were simulated: times and rates are the client's, not those of the simulated time."
+    return Table(name="summary", title=labelled(title or f"Run {data.folder.name}", data.engine), rows=table, note=note)
 
 
 def per_server(data: RunData) -> Table:
@@ -249,8 +256,9 @@ def conclusion(data: RunData) -> str:
     )
     rate = text(float(rows["completion_tokens"].sum()) / data.busy_s)
     return (
-        f"**{counts}.**{again} In the {duration(data.busy_s)} with requests in flight the client got **{rate}"
-        f" completion tokens/s**. The tables and the series behind the figures are in `{data.folder.report}`."
+        f"**{labelled(counts, data.engine)}.**{again} In the {duration(data.busy_s)} with requests in flight the client"
+        f" got **{rate} completion tokens/s**. The tables and the series behind the figures are in"
+        f" `{data.folder.report}`."
     )
 
 

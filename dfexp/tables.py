@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 FONT = "font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:13px;line-height:1.45"
+SIMULATED = "simulated"
+"""The engine whose servers are none."""
 _CELL = (
     "padding:4px 14px 4px 0;vertical-align:top;white-space:normal;max-width:34em;"
     "border-bottom:1px solid rgba(128,128,128,.25)"
@@ -32,6 +34,11 @@ class Table:
         note = f"<div style='opacity:.7;margin:2px 0 6px;max-width:60em'>{html.escape(self.note)}</div>"
         body = rows_html(self.rows) if self.rows else "<div style='opacity:.7'>none</div>"
         return f'<div style="{FONT};margin:6px 0 14px">{head}{note if self.note else ""}{body}</div>'
+
+
+def labelled(words: str, engine: str | None) -> str:
+    """The words for a run or a fleet of this engine, which say so where its servers are simulated."""
+    return f"{words} ({SIMULATED})" if engine == SIMULATED else words
 
 
 def rows_html(rows: Sequence[Mapping[str, Any]]) -> str:

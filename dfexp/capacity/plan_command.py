@@ -14,7 +14,7 @@ from dfexp import prompts
 from dfexp.capacity import check, workload
 from dfexp.capacity.cost import Server
 from dfexp.capacity.errors import CapacityError, DoesNotFit, FlagsRefused, TooLittleRoom, UnknownModel
-from dfexp.capacity.flags import modelled, parse_flags, rules
+from dfexp.capacity.flags import modelled, own_name, parse_flags, rules
 from dfexp.capacity.memory import Free, MemoryPlan
 from dfexp.capacity.models import Model, load_model
 from dfexp.capacity.planner import Candidate, Plan, Setting, make_plan
@@ -22,7 +22,7 @@ from dfexp.capacity.shape import GIB
 from dfexp.capacity.throughput import Sample, calibrate
 from dfexp.errors import DfexpError, PromptsError
 from dfexp.hardware import Efficiency, UnknownGpu, find_gpu
-from dfexp.params import RunSpec, SglangFleet
+from dfexp.params import RunSpec, SglangServers, SimulatedFleet
 from dfexp.params_plan import LengthPart, PlanGroup
 from dfexp.records import Prompt, ServerLimits
 
@@ -58,21 +58,29 @@ def prepared_for(spec: RunSpec, root: Path) -> Prepared:
 
 
 def plan_of(spec: RunSpec, root: Path) -> PlanGroup:
-    """The `plan` group; what it leaves open is taken from a fleet of SGLang servers. Raises CapacityError."""
-    plan, group = spec.plan, spec.fleet
+    """The plan that counts; what it leaves open is taken from a fleet of SGLang servers. Raises CapacityError."""
+    plan = spec.planned
     if plan is None:
         raise CapacityError("the parameter file has no `plan` group; add one (docs/capacity.md shows it whole).")
-    if isinstance(group, SglangFleet):
-        folder = root / Path(group.model).expanduser()
-        given = {
-            "model": str(folder) if folder.exists() else group.model.rpartition("/")[2],
-            "servers": group.servers,
-            "flags": modelled(group.flags),
-        }
-        plan = plan.model_copy(update={key: value for key, value in given.items() if getattr(plan, key) is None})
+    if isinstance(spec.fleet, SglangServers):
+        plan = completed(plan, spec.fleet, root)
     if plan.model is None or plan.flags is None:
         raise CapacityError("plan.model and plan.flags are needed where fleet.engine is not sglang. Give them.")
     return plan
+
+
+def completed(plan: PlanGroup, group: SglangServers, root: Path) -> PlanGroup:
+    """The plan with the model, the number and the flags of these servers, where it has none of its own.
+
+    Simulated servers have its flags too, and their own on top.
+    """
+    folder = root / Path(group.model).expanduser()
+    model = str(folder) if folder.exists() else group.model.rpartition("/")[2]
+    flags = modelled(group.flags) if plan.flags is None else plan.flags
+    if isinstance(group, SimulatedFleet):
+        flags = {own_name(name): value for name, value in (flags | modelled(group.flags)).items()}
+    servers = plan.servers or group.servers
+    return plan.model_copy(update={"model": plan.model or model, "servers": servers, "flags": flags})
 
 
 def predicted(spec: RunSpec, root: Path, **known: Any) -> tuple[Prepared | None, MemoryPlan | DfexpError]:
@@ -97,12 +105,12 @@ def require_room(spec: RunSpec, root: Path, limits: Mapping[str, ServerLimits | 
     where the plan cannot be predicted, or where fleet.accepted_checks names `capacity`.
     """
     group = spec.fleet
-    if spec.plan is None or not isinstance(group, SglangFleet) or not group.least_share_of_plan:
+    if spec.planned is None or not isinstance(group, SglangServers) or not group.least_share_of_plan:
         return
     if "capacity" in group.accepted_checks:
         return
     said = next((each.engine_version for each in limits.values() if each and each.engine_version), None)
-    version = said.partition(" ")[2] if said else spec.plan.sglang_version
+    version = said.rpartition(" ")[2] if said else spec.planned.sglang_version
     _, expected = predicted(spec, root, sglang_version=version, prompts=1, shared_prefix_share=0.0)
     if isinstance(expected, MISTAKES):
         raise expected

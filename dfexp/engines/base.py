@@ -19,7 +19,10 @@ from dfexp.processes import ProcessId
 from dfexp.records import ServerLimits, TokenCounts
 
 # Classes in modules of dfexp.engines.
-_ENGINES = {"llamacpp": "LlamacppEngine", "sglang": "SglangEngine", "external": "ExternalEngine"}
+_ENGINES = {
+    "llamacpp": "LlamacppEngine", "sglang": "SglangEngine", "simulated": "SimulatedEngine",
+    "external": "ExternalEngine",
+}  # fmt: skip
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Below every system's range of ephemeral ports: a client's outgoing connection can then never sit on the port of a
 # server that is down, nor connect to itself while it tries to reach one.

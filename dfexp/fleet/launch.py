@@ -14,7 +14,7 @@ from dfexp.fleet.record import FleetRecord, changing, differences, read_record
 from dfexp.hardware import held_bytes
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
-from dfexp.params import OwnFleet, RunSpec, SglangFleet
+from dfexp.params import OwnFleet, RunSpec, SglangServers
 from dfexp.processes import ProcessId
 
 
@@ -74,7 +74,7 @@ def list_fleets(root: Path, outputs: str = "outputs") -> list[FleetFolder]:
 
 def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> Fleet:
     """Start the servers. The record is on disk before the first process is, so that none can be forgotten."""
-    if isinstance(spec.fleet, SglangFleet):  # they take minutes to fail, and GPUs; the others a second
+    if isinstance(spec.fleet, SglangServers):  # real ones take minutes to fail, and GPUs; the others a second
         preflight.require(spec, root)
     me = str(ProcessId.current())
     record = FleetRecord(identity=secrets.token_hex(8), spec=spec.fleet, root=root, servers=(), launcher=me)

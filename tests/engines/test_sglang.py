@@ -8,7 +8,8 @@ import pytest
 from dfexp.capacity.startup_log import read_startup
 from dfexp.engines.base import Server, engine_for, start_log
 from dfexp.engines.pages import tokens_so_far
-from dfexp.engines.sglang import SglangEngine, from_log
+from dfexp.engines.sglang import SglangEngine
+from dfexp.engines.sglang_servers import from_log
 from dfexp.errors import EngineStartError, FleetError
 from dfexp.layout import FleetFolder
 from dfexp.params import SglangFleet

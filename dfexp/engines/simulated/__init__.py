@@ -1,1 +1,83 @@
-"""Simulated SGLang servers. `core` is the pure model in virtual time: no clock, no sockets, no randomness."""
+"""Simulated SGLang servers, and the engine that starts them as any other servers of a fleet.
+
+`core` is the pure model in virtual time, without a clock, sockets or randomness; `server` puts SGLang's HTTP before it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from dfexp.capacity.plan_command import completed
+from dfexp.engines.base import Server
+from dfexp.engines.sglang_flags import argv_for
+from dfexp.engines.sglang_servers import SglangServersEngine
+from dfexp.errors import EngineStartError
+from dfexp.jsonl import read_json, write_atomic
+from dfexp.layout import FleetFolder
+from dfexp.params import SimulatedFleet
+from dfexp.params_plan import PlanGroup
+from dfexp.records import ServerLimits
+
+# Run as a file, without the package: one small process stands for each server.
+_ATTACH = Path(__file__).with_name("server") / "attach.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedEngine(SglangServersEngine):
+    """The engine of `engine: simulated`: the version, the GPUs and the load that the fleet's plan describes."""
+
+    name: ClassVar[str] = "simulated"
+    group: SimulatedFleet
+
+    @property
+    def version(self) -> str:
+        """The version of SGLang that is simulated."""
+        return self.planned().sglang_version
+
+    def planned(self) -> PlanGroup:
+        """The plan with these servers' model, flags and number. Raises EngineStartError: there is none."""
+        if self.group.plan is None:
+            raise EngineStartError("simulated servers need fleet.plan: at least its keys gpu, prompt and completion.")
+        plan = completed(self.group.plan, self.group, self.root)
+        there = self.root / Path(plan.model or "").expanduser()  # the simulating process works in another folder
+        known = {"model": str(there)} if there.exists() else {}
+        return plan.model_copy(update={**known, "prompts": plan.prompts or 1, "variants": {}})
+
+    def program(self) -> tuple[str, ...]:
+        """The process that stands for one server."""
+        return (sys.executable, "-S", "-P", str(_ATTACH))
+
+    def spelled(self) -> tuple[str, list[str]]:
+        """As the simulated version wants them."""
+        return self.version, argv_for(self.group.flags, self.version, {})
+
+    def gpus(self) -> list[tuple[str, ...]]:
+        """None for any server."""
+        return [()] * self.group.servers
+
+    def private(self, folder: FleetFolder, port: int, index: int | None) -> tuple[str, ...]:
+        """What is simulated, as JSON. A server that is planned again keeps its place."""
+        path, group = folder.path / f"server-{port}.json", self.group
+        told = {
+            "version": self.version,
+            "index": read_json(path)["index"] if index is None else index,
+            **group.model_dump(mode="json", include={"servers", "seed", "speed", "load_s", "thinking", "faults"}),
+            "plan": self.planned().model_dump(mode="json"),
+        }
+        write_atomic(path, json.dumps(told, indent=1).encode(), mode=0o600)
+        return ("--simulation", str(path))
+
+    def model_fingerprint(self, url: str, key: str) -> str:
+        """That of the model, and what decides the simulated answers."""
+        said = self.planned().completion.model_dump_json(exclude_none=True)
+        named = f"simulated {SglangServersEngine.model_fingerprint(self, url, key)}"
+        return f"{named} seed={self.group.seed} thinking={self.group.thinking} completion={said}"
+
+    def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
+        """As of SGLang; the version says that it is simulated."""
+        said = SglangServersEngine.limits(self, server, key, timeout_s)
+        return replace(said, engine_version=f"simulated sglang {self.version}")

@@ -1,0 +1,189 @@
+"""What all servers with SGLang's flags, pages and log lines have in common, real or simulated."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from dfexp.capacity.flags import own_name
+from dfexp.capacity.shape import GIB
+from dfexp.capacity.startup_log import Startup, read_startup
+from dfexp.engines.base import Server, address, free_ports, port_of, start_log
+from dfexp.engines.http import get_json, get_text
+from dfexp.engines.pages import limits_from, tokens_so_far
+from dfexp.engines.sglang_flags import gpus_per_server
+from dfexp.engines.sglang_log import diagnose
+from dfexp.errors import EngineStartError
+from dfexp.jsonl import write_atomic
+from dfexp.layout import FleetFolder
+from dfexp.params import SglangServers
+from dfexp.records import ServerLimits, TokenCounts
+
+_HEAD_BYTES = 65536
+# Flags after which the same model says other things.
+_CHANGE_OUTPUTS = (
+    *("dtype", "quantization", "quantization_param_path", "torchao_config", "modelopt_quant", "kv_cache_dtype"),
+    *("mamba_ssm_dtype", "json_model_override_args", "revision", "load_format", "model_impl", "tokenizer_path"),
+    *("chat_template", "completion_template", "reasoning_parser", "tool_call_parser", "lora_paths"),
+    *("sampling_defaults", "preferred_sampling_params", "enable_fp32_lm_head", "allow_auto_truncate"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangServersEngine(ABC):
+    """One server for each group of GPUs, with a random key in a private file."""
+
+    liveness: ClassVar[tuple[str, float]] = (
+        "ping",
+        10.0,
+    )  # at once, also when busy; /health waits for a token, for up to 20 s
+    group: SglangServers
+    root: Path
+
+    @abstractmethod
+    def program(self) -> tuple[str, ...]:
+        """What is run, without any argument of a server."""
+
+    @abstractmethod
+    def spelled(self) -> tuple[str, list[str]]:
+        """The version of SGLang, and the flags as its arguments. Raises FleetError: it would not take them."""
+
+    @abstractmethod
+    def gpus(self) -> list[tuple[str, ...]]:
+        """The GPUs of each server; empty tuples where they are not bound to any."""
+
+    def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
+        """One server per GPU group. The key is in a private file: what is in argv is in everybody's `ps`."""
+        version, flags = self.spelled()
+        group, servers, gpus = self.group, [], [server.gpus for server in at] or self.gpus()
+        if any(len(names) not in (0, gpus_per_server(group.flags)) for names in gpus):
+            raise EngineStartError("another number of GPUs per server (tp_size, pp_size, dp_size) needs a new launch.")
+        if at:
+            ports = [port_of(server) for server in at]
+        elif group.first_port:
+            ports = list(range(group.first_port, group.first_port + group.servers))
+        else:
+            ports = free_ports(group.host, group.servers)
+        for index, (port, names) in enumerate(zip(ports, gpus, strict=True)):
+            config = folder.path / f"server-{port}.yaml"
+            write_atomic(config, f'api-key: "{key}"\n'.encode(), mode=0o600)
+            name, log = address(group.host, port), str(folder.logs / f"server-{port}.log")
+            more = self.private(folder, port, None if at else index)
+            argv = (*self.command(port), "--config", str(config), *more, *flags)
+            servers.append(
+                Server(name=name, url=f"http://{name}", argv=argv, env=self.env(names), log=log, version=version)
+            )
+        return servers
+
+    def command(self, port: int) -> tuple[str, ...]:
+        """What starts the server at `port`, without its flags and its private files."""
+        return (
+            *(*self.program(), "--model-path", self.model_path, "--served-model-name", self.served_name),
+            *("--host", self.group.host, "--port", str(port), "--enable-metrics"),
+        )
+
+    def private(self, folder: FleetFolder, port: int, index: int | None) -> tuple[str, ...]:
+        """Write what else the server at `port` is told in private, and say the arguments that name it.
+
+        Args: index, its place in the fleet; None for a server that is planned again.
+        """
+        return ()
+
+    def env(self, gpus: tuple[str, ...]) -> dict[str, str]:
+        """Additions to the environment of a server with these GPUs."""
+        return {}
+
+    @property
+    def model_path(self) -> str:
+        """The model's folder, or its name on the hub where there is no such folder."""
+        path = self.root / Path(self.group.model).expanduser()
+        return str(path) if os.path.exists(path) else self.group.model  # False also where it may not be looked for
+
+    @property
+    def served_name(self) -> str:
+        """The name that requests use: the last part of the model's path."""
+        return Path(self.group.model).name or "model"
+
+    def outside_key(self) -> None:
+        """None: the servers are ours, and so is the key."""
+        return None  # noqa: RET501
+
+    def model_name(self, url: str, key: str) -> str:
+        """The name that the servers are started with."""
+        return self.served_name
+
+    def model_fingerprint(self, url: str, key: str) -> str:
+        """Name, the flags that change what the model says, and a hash over its files: names, sizes and beginnings.
+
+        Without the hash for a model of the hub.
+        """
+        given = {own_name(flag): value for flag, value in self.group.flags.items()}
+        told = ["", *(f"{flag}={given[flag]}" for flag in _CHANGE_OUTPUTS if given.get(flag) is not None)]
+        folder, name = Path(self.model_path), self.served_name + " ".join(told)
+        if not folder.is_dir():
+            return name
+        digest = hashlib.sha256()
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".json", ".safetensors", ".jinja", ".bin", ".txt"):
+                with path.open("rb") as file:
+                    digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEAD_BYTES))
+        return f"{name} {digest.hexdigest()}"
+
+    def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
+        """From the startup log, which stands still; /server_info, slow on a busy server, where the log does not tell.
+
+        That the server answers is seen on /v1/models.
+        """
+        models = get_json(f"{server.url}/v1/models", key=key, timeout_s=timeout_s)
+        startup, _, _ = start_log(server, 2**20).partition("fired up and ready to roll")
+        logged = from_log(read_startup(startup.split("\n")))
+        if logged.max_running_requests is None:
+            return limits_from(models, get_json(f"{server.url}/server_info", key=key, timeout_s=timeout_s))
+        said = limits_from(models)
+        context = said.context_length or logged.context_length
+        return replace(logged, context_length=context, model=said.model, engine_version=f"sglang {server.version}")
+
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
+        """Tokens so far; moves every `--decode-log-interval` steps."""
+        return tokens_so_far(get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s))
+
+    def has_loaded(self, log_text: str) -> bool:
+        """Whether the log says that the weights are loaded."""
+        return "Load weight end" in log_text
+
+    def has_failed(self, log_text: str) -> bool:
+        """Whether its port was taken: it may wait for ever for the answer of whoever has that."""
+        return "error while attempting to bind on address" in log_text
+
+    def diagnose_start(self, log_text: str) -> str:
+        """Cause and fix out of SGLang's own words."""
+        return diagnose(log_text)
+
+
+def from_log(startup: Startup) -> ServerLimits:
+    """The room that a startup log tells; nothing where several data-parallel ranks share it, since they add up."""
+    if any("DP" in rank for rank in startup.values.get("max_running_requests", {})):
+        return ServerLimits()
+    gib = {
+        "weights": ("weights_gib",),
+        "kv": ("k_gib", "v_gib", "kv_gib"),
+        "state": ("conv_gib", "ssm_gib", "intermediate_ssm_gib", "intermediate_conv_gib"),
+    }
+    sizes = {part: sum(startup.get(name) or 0.0 for name in names) for part, names in gib.items()}
+    return ServerLimits(
+        max_running_requests=_count(startup, "max_running_requests"),
+        context_length=_count(startup, "context_len"),
+        max_total_num_tokens=_count(startup, "max_total_num_tokens"),
+        max_mamba_cache_size=_count(startup, "max_mamba_cache_size"),
+        state_bytes={part: round(size * GIB) for part, size in sizes.items() if size} or None,
+    )
+
+
+def _count(startup: Startup, name: str) -> int | None:
+    value = startup.get(name)
+    return None if value is None else int(value)
