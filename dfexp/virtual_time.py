@@ -1,0 +1,50 @@
+"""The virtual clock of simulated servers, as clock.jsonl in their fleet's folder tells it.
+
+Each line ties a real time to a virtual one: {"real_at": seconds since the Unix epoch, "virtual_s": seconds since the
+first server was started}. Between two lines time is linear, before the first and after the last it stands still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dfexp.jsonl import decode_line, read_log
+
+CLOCK = "clock.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualTime:
+    """The lines of one file, in order; none while the clock has not begun."""
+
+    real_at: NDArray[np.float64]
+    virtual_s: NDArray[np.float64]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """All lines of a file that may be missing or growing. Raises CorruptShardError: a line that is no record."""
+        pairs = np.array([(line["real_at"], line["virtual_s"]) for line in read_log(path)], dtype=float).reshape(-1, 2)
+        return cls(real_at=pairs[:, 0], virtual_s=pairs[:, 1])
+
+    def of(self, real_at: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Virtual seconds at real times (epoch seconds, any shape). Raises ValueError while there are no lines."""
+        return np.asarray(np.interp(real_at, self.real_at, self.virtual_s))
+
+    def of_stamp(self, stamped_at: float) -> float:
+        """Virtual seconds at a time in a simulated server's log, which counts on from the real time of the first line.
+
+        Raises IndexError while there are no lines.
+        """
+        return float(stamped_at - self.real_at[0] + self.virtual_s[0])
+
+
+def now_s(path: Path) -> float:
+    """Virtual seconds by the last whole line, the others unread; 0 while there is none."""
+    lines = path.read_bytes() if path.exists() else b""
+    last = lines.rpartition(b"\n")[0].rpartition(b"\n")[2]
+    return float(decode_line(last)["virtual_s"]) if last else 0.0
