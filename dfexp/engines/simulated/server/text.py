@@ -11,11 +11,13 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
+from importlib.resources import files
 from itertools import accumulate
 from random import Random
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from dfexp.capacity.workload import Lengths
@@ -26,23 +28,6 @@ THOUGHT_SHARE = 2 / 3
 OPEN, CLOSE = "<think>\n", "\n</think>\n\n"
 """Around the thought, as Qwen's models write it."""
 _CORPUS_CHARACTERS = 2**19
-_WORDS = {
-    "the": "the a this that each every our one another some",
-    "quality": "small steady early careful plain second shared local final open simple exact slow partial",
-    "thing": "number table answer question reader method example server result line rule test value step case limit "
-    "reason model sample budget signal record figure window",
-    "does": "checks follows changes explains measures needs shows replaces holds compares orders divides counts",
-    "how": "slowly first again twice together exactly later often well alone",
-    "then": "so then because while unless although since until",
-}
-_PATTERNS = (
-    "the quality thing does the thing how",
-    "the thing does the quality thing, then the thing does the thing",
-    "how, the thing does the quality thing",
-    "the quality thing, how, does the thing",
-    "then the thing does the thing how, the quality thing does the quality thing",
-    "the thing does the thing",
-)
 
 
 class Writer:
@@ -50,9 +35,10 @@ class Writer:
 
     def __init__(self, seed: int) -> None:
         random, sentences, size = Random(seed), list[str](), 0  # noqa: S311 (not a secret)
-        words = {kind: text.split() for kind, text in _WORDS.items()}
+        made_of = yaml.safe_load(files(__package__).joinpath("text.yaml").read_text(encoding="utf-8"))
         while size < _CORPUS_CHARACTERS:
-            sentence = re.sub(r"\w+", lambda kind: random.choice(words[kind[0]]), random.choice(_PATTERNS))
+            pattern = random.choice(made_of["patterns"])
+            sentence = re.sub(r"\w+", lambda kind: random.choice(made_of["words"][kind[0]]), pattern)
             sentences.append(sentence.capitalize() + (".\n\n" if random.random() < 0.2 else ". "))
             size += len(sentences[-1])
         self._starts = [0, *accumulate(map(len, sentences))][:-1]
@@ -103,13 +89,10 @@ def split_thought(text: str) -> tuple[str | None, str]:
 
 
 def said(messages: Sequence[Mapping[str, Any]]) -> str:
-    """All that messages say, one after the other; parts that are not text count for nothing."""
-    contents = (message.get("content") or "" for message in messages)
-    texts = (
-        content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content)
-        for content in contents
-    )
-    return "\n".join(texts)
+    """All that messages say, one behind the other; parts that are not text count for nothing."""
+    contents = [message.get("content") or "" for message in messages]
+    parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
+    return "".join(str(part.get("text", "")) for content in parts for part in content)
 
 
 def prompt_tokens(messages: Sequence[Mapping[str, Any]]) -> int:
