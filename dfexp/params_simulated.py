@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
 from dfexp.params_plan import Count, PlanPart
 
 Seconds = Annotated[float, Field(ge=0)]
-ON_SCHEDULE = ("crash", "hang", "slow", "health")
-"""Kinds that happen to a whole server, from `at_s` on."""
-TO_REQUESTS = ("crash", "status", "html", "garbage", "cut", "never")
-"""Kinds that happen when a request arrives."""
+Share = Annotated[float, Field(gt=0, le=1)]
+Kind = Literal["crash", "hang", "slow", "health", "oom_at_start", "status", "html", "garbage", "cut", "never"]
+"""A server ends; stands still; takes `factor` times as long; answers /health with `status`; ends while it loads. A
+request gets an HTTP error; a page of a proxy; one token over and over; a part of an answer; no answer.
+"""
 _WINDOW, _CHOICE = ("at_s", "for_s"), ("share", "contains", "times")
-_MEANING: dict[str, tuple[str, ...]] = {
-    "crash": (*_WINDOW, *_CHOICE),
-    "hang": _WINDOW,
-    "slow": (*_WINDOW, "factor"),
-    "health": (*_WINDOW, "status"),
+_MEANING: dict[str, tuple[str, ...]] = dict.fromkeys(get_args(Kind), (*_WINDOW, *_CHOICE)) | {
+    "hang": _WINDOW, "slow": (*_WINDOW, "factor"), "health": (*_WINDOW, "status"), "oom_at_start": ("times",),
     "status": (*_WINDOW, *_CHOICE, "status", "retry_after_s"),
-    **dict.fromkeys(("html", "garbage", "cut", "never"), (*_WINDOW, *_CHOICE)),
-    "oom_at_start": ("times",),
-}
+}  # fmt: skip
 
 
 class FaultPart(PlanPart):
@@ -30,26 +26,16 @@ class FaultPart(PlanPart):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    kind: Literal[
-        "crash", "hang", "slow", "status", "html", "garbage", "cut", "never", "health", "oom_at_start"
-    ] = Field(
-        description="crash: the server ends; hang: nothing moves; slow: all takes `factor` times as long; status, html,"
-        " garbage, cut, never: what a request gets, never being no answer; health: /health answers `status`;"
-        " oom_at_start: it ends while it loads"
-    )  # fmt: skip
+    kind: Kind = Field(description="what happens: to the server, or, from status to never, to requests that arrive")
     server: int | None = Field(None, ge=0, description="index of the server, from 0; default: every one")
     at_s: Seconds | None = Field(None, description="when it begins; default: at the start")
     for_s: Annotated[float, Field(gt=0)] | None = Field(None, description="how long it lasts; default: for ever")
     factor: float = Field(5.0, gt=0, le=10_000, description="slow: factor on all times")
     status: int | None = Field(None, ge=200, le=599, description="HTTP status; default: 500, of health 503")
     retry_after_s: Seconds | None = Field(None, description="status: the Retry-After that it comes with")
-    share: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="part of the requests, the same ones whenever they are sent; default: all of them"
-    )
+    share: Share | None = Field(None, description="part of the requests, the same ones at every try; default: all")
     contains: Annotated[str, Field(min_length=1)] | None = Field(None, description="only requests with this text")
-    times: Count | None = Field(
-        None, description="at the most so many times for each server; default: no limit, of oom_at_start 1"
-    )
+    times: Count | None = Field(None, description="most for each server; default: no limit, of oom_at_start 1")
 
     @model_validator(mode="after")
     def _means_something(self) -> Self:
@@ -71,7 +57,7 @@ class FaultPart(PlanPart):
         """Whether it happens to requests when they arrive; else to a whole server."""
         if self.kind == "crash":
             return self.share is not None or self.contains is not None
-        return self.kind in TO_REQUESTS
+        return "share" in _MEANING[self.kind]
 
     @property
     def answered_status(self) -> int:

@@ -32,8 +32,7 @@ from dfexp.jsonl import read_json
 from dfexp.params import RunSpec
 from dfexp.records import ServerLimits
 
-BYTES_PER_TOKEN, LEAST_DISK_GIB, SPARE_FILES = 6, 5, 256
-LEAST_MEMORY_GIB, GIB_PER_SIMULATED = 1, 1 / 32
+BYTES_PER_TOKEN, LEAST_DISK_GIB, SPARE_FILES, GIB_PER_SIMULATED = 6, 5, 256, 1 / 32
 IDLE_SHARE = 0.03
 """Part of a GPU's memory that the driver may hold while nobody uses it."""
 _TABLE = json.loads(files("dfexp").joinpath("preflight.json").read_text(encoding="utf-8"))
@@ -74,7 +73,7 @@ def checks_for(spec: RunSpec, root: Path) -> list[Check]:
     engine, checks, chosen, version = engine_for(spec.fleet, root), list[Check](), list[GpuNow](), ""
     if isinstance(engine, SglangEngine):
         checks, chosen, version = _sglang(engine)
-    elif isinstance(engine, SimulatedEngine):
+    if isinstance(engine, SimulatedEngine):
         checks = _simulated(engine)
     prepared, capacity = _capacity(spec, root, version, chosen)
     return accepted([*checks, *capacity, *_machine(spec, root, prepared)], getattr(spec.fleet, "accepted_checks", ()))
@@ -169,12 +168,10 @@ def _sglang(engine: SglangEngine) -> tuple[list[Check], list[GpuNow], str]:
 
 def _simulated(engine: SimulatedEngine) -> list[Check]:
     """The checks of simulated servers, which need neither SGLang nor a GPU."""
-    _, problem = _tried(engine.spelled)
+    spelled, problem = _tried(engine.spelled)
     free_gib, servers = psutil.virtual_memory().available / GIB, engine.group.servers
-    return [
-        judged("flags", problem, f"spelled right for SGLang {engine.version}, which is simulated"),
-        enough("memory", free_gib, LEAST_MEMORY_GIB + servers * GIB_PER_SIMULATED, f"GiB for {servers} server(s)"),
-    ]
+    memory = enough("memory", free_gib, 1 + servers * GIB_PER_SIMULATED, f"GiB for {servers} server(s)")
+    return [judged("flags", problem, f"spelled right for SGLang {spelled and spelled[0]}, which is simulated"), memory]
 
 
 def of_sglang(installed: Installation | None, problem: str) -> Check:

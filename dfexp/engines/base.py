@@ -18,11 +18,6 @@ from dfexp.params import FleetGroup
 from dfexp.processes import ProcessId
 from dfexp.records import ServerLimits, TokenCounts
 
-# Classes in modules of dfexp.engines.
-_ENGINES = {
-    "llamacpp": "LlamacppEngine", "sglang": "SglangEngine", "simulated": "SimulatedEngine",
-    "external": "ExternalEngine",
-}  # fmt: skip
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Below every system's range of ephemeral ports: a client's outgoing connection can then never sit on the port of a
 # server that is down, nor connect to itself while it tries to reach one.
@@ -99,10 +94,13 @@ class Engine(Protocol):
 
 
 def engine_for(group: FleetGroup, root: Path | None = None) -> Engine:
-    """The engine of a fleet's parameters; relative paths in them are relative to `root` (default: working folder)."""
+    """The engine of a fleet's parameters: for x it is XEngine in dfexp.engines.x.
+
+    Relative paths in them are relative to `root` (default: working folder).
+    """
     name = cast(Any, group).engine
     module = importlib.import_module(f"dfexp.engines.{name}")
-    return cast(Engine, getattr(module, _ENGINES[name])(group=group, root=root or Path.cwd()))
+    return cast(Engine, getattr(module, f"{name.capitalize()}Engine")(group=group, root=root or Path.cwd()))
 
 
 def start_log(server: Server, most: int = 2**22) -> str:

@@ -25,10 +25,6 @@ class SglangEngine(SglangServersEngine):
     name: ClassVar[str] = "sglang"
     group: SglangFleet
 
-    def program(self) -> tuple[str, ...]:
-        """SGLang's own launcher."""
-        return (self.python, "-m", "sglang.launch_server")
-
     def spelled(self) -> tuple[str, list[str]]:
         """As the installed version wants them."""
         installed = self.installation()
@@ -42,7 +38,7 @@ class SglangEngine(SglangServersEngine):
     def command(self, port: int) -> tuple[str, ...]:
         """What starts the server at `port`, without its flags and its private files."""
         device = () if self.group.device == "cuda" else ("--device", self.group.device)
-        return (*SglangServersEngine.command(self, port), *device)
+        return (self.python, "-m", "sglang.launch_server", *self.named(port), *device)
 
     def installation(self, argv: Sequence[str] = ()) -> Installation:
         """The SGLang that would run, and what its parser says of `argv`. Raises FleetError: no such interpreter."""
@@ -54,7 +50,7 @@ class SglangEngine(SglangServersEngine):
         A CUDAVISIBLE_DEVICES of this process, as batch systems set it, says which GPUs there are to take from.
         """
         if self.group.device == "cpu":
-            return [()] * self.group.servers
+            return SglangServersEngine.gpus(self)
         each, outside = gpus_per_server(self.group.flags), os.environ.get(VISIBLE)
         seen = None if outside is None else list(dict.fromkeys(filter(None, map(str.strip, outside.split(",")))))
         wanted = self.group.gpus or list(range(each * self.group.servers if seen is None else len(seen)))

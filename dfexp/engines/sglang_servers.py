@@ -38,24 +38,33 @@ _CHANGE_OUTPUTS = (
 class SglangServersEngine(ABC):
     """One server for each group of GPUs, with a random key in a private file."""
 
-    liveness: ClassVar[tuple[str, float]] = (
-        "ping",
-        10.0,
-    )  # at once, also when busy; /health waits for a token, for up to 20 s
+    # It answers at once, also when busy; /health waits for a token, for up to 20 s.
+    liveness: ClassVar[tuple[str, float]] = ("ping", 10.0)
     group: SglangServers
     root: Path
 
     @abstractmethod
-    def program(self) -> tuple[str, ...]:
-        """What is run, without any argument of a server."""
+    def command(self, port: int) -> tuple[str, ...]:
+        """What starts the server at `port`, without its flags and its private files."""
 
     @abstractmethod
     def spelled(self) -> tuple[str, list[str]]:
         """The version of SGLang, and the flags as its arguments. Raises FleetError: it would not take them."""
 
-    @abstractmethod
     def gpus(self) -> list[tuple[str, ...]]:
         """The GPUs of each server; empty tuples where they are not bound to any."""
+        return [()] * self.group.servers
+
+    def env(self, gpus: tuple[str, ...]) -> dict[str, str]:
+        """Additions to the environment of a server with these GPUs."""
+        return {}
+
+    def private(self, folder: FleetFolder, port: int, index: int | None) -> tuple[str, ...]:
+        """Write what else the server at `port` is told in private; the arguments that say where it is.
+
+        Args: index, its place in the fleet; None for a server that is planned again.
+        """
+        return ()
 
     def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """One server per GPU group. The key is in a private file: what is in argv is in everybody's `ps`."""
@@ -63,12 +72,9 @@ class SglangServersEngine(ABC):
         group, servers, gpus = self.group, [], [server.gpus for server in at] or self.gpus()
         if any(len(names) not in (0, gpus_per_server(group.flags)) for names in gpus):
             raise EngineStartError("another number of GPUs per server (tp_size, pp_size, dp_size) needs a new launch.")
-        if at:
-            ports = [port_of(server) for server in at]
-        elif group.first_port:
-            ports = list(range(group.first_port, group.first_port + group.servers))
-        else:
-            ports = free_ports(group.host, group.servers)
+        first, ports = group.first_port, [port_of(server) for server in at]
+        if not at:
+            ports = list(range(first, first + group.servers)) if first else free_ports(group.host, group.servers)
         for index, (port, names) in enumerate(zip(ports, gpus, strict=True)):
             config = folder.path / f"server-{port}.yaml"
             write_atomic(config, f'api-key: "{key}"\n'.encode(), mode=0o600)
@@ -80,23 +86,10 @@ class SglangServersEngine(ABC):
             )
         return servers
 
-    def command(self, port: int) -> tuple[str, ...]:
-        """What starts the server at `port`, without its flags and its private files."""
-        return (
-            *(*self.program(), "--model-path", self.model_path, "--served-model-name", self.served_name),
-            *("--host", self.group.host, "--port", str(port), "--enable-metrics"),
-        )
-
-    def private(self, folder: FleetFolder, port: int, index: int | None) -> tuple[str, ...]:
-        """Write what else the server at `port` is told in private, and say the arguments that name it.
-
-        Args: index, its place in the fleet; None for a server that is planned again.
-        """
-        return ()
-
-    def env(self, gpus: tuple[str, ...]) -> dict[str, str]:
-        """Additions to the environment of a server with these GPUs."""
-        return {}
+    def named(self, port: int) -> tuple[str, ...]:
+        """The arguments that every server has: what it serves, and where."""
+        model = ("--model-path", self.model_path, "--served-model-name", self.served_name)
+        return (*model, "--host", self.group.host, "--port", str(port), "--enable-metrics")
 
     @property
     def model_path(self) -> str:

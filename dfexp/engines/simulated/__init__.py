@@ -24,6 +24,7 @@ from dfexp.records import ServerLimits
 
 # Run as a file, without the package: one small process stands for each server.
 _ATTACH = Path(__file__).with_name("server") / "attach.py"
+_TOLD = ("servers", "seed", "speed", "load_s", "thinking", "faults")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,6 @@ class SimulatedEngine(SglangServersEngine):
 
     name: ClassVar[str] = "simulated"
     group: SimulatedFleet
-
-    @property
-    def version(self) -> str:
-        """The version of SGLang that is simulated."""
-        return self.planned().sglang_version
 
     def planned(self) -> PlanGroup:
         """The plan with these servers' model, flags and number. Raises EngineStartError: there is none."""
@@ -47,37 +43,30 @@ class SimulatedEngine(SglangServersEngine):
         known = {"model": str(there)} if there.exists() else {}
         return plan.model_copy(update={**known, "prompts": plan.prompts or 1, "variants": {}})
 
-    def program(self) -> tuple[str, ...]:
-        """The process that stands for one server."""
-        return (sys.executable, "-S", "-P", str(_ATTACH))
+    def command(self, port: int) -> tuple[str, ...]:
+        """The process that stands for the server at `port`, without its flags and its private files."""
+        return (sys.executable, "-S", "-P", str(_ATTACH), *self.named(port))
 
     def spelled(self) -> tuple[str, list[str]]:
         """As the simulated version wants them."""
-        return self.version, argv_for(self.group.flags, self.version, {})
-
-    def gpus(self) -> list[tuple[str, ...]]:
-        """None for any server."""
-        return [()] * self.group.servers
+        version = self.planned().sglang_version
+        return version, argv_for(self.group.flags, version, {})
 
     def private(self, folder: FleetFolder, port: int, index: int | None) -> tuple[str, ...]:
         """What is simulated, as JSON. A server that is planned again keeps its place."""
-        path, group = folder.path / f"server-{port}.json", self.group
-        told = {
-            "version": self.version,
-            "index": read_json(path)["index"] if index is None else index,
-            **group.model_dump(mode="json", include={"servers", "seed", "speed", "load_s", "thinking", "faults"}),
-            "plan": self.planned().model_dump(mode="json"),
-        }
+        path, plan = folder.path / f"server-{port}.json", self.planned()
+        place = {"version": plan.sglang_version, "index": read_json(path)["index"] if index is None else index}
+        told = self.group.model_dump(include=set(_TOLD)) | place | {"plan": plan.model_dump()}
         write_atomic(path, json.dumps(told, indent=1).encode(), mode=0o600)
         return ("--simulation", str(path))
 
     def model_fingerprint(self, url: str, key: str) -> str:
         """That of the model, and what decides the simulated answers."""
-        said = self.planned().completion.model_dump_json(exclude_none=True)
-        named = f"simulated {SglangServersEngine.model_fingerprint(self, url, key)}"
-        return f"{named} seed={self.group.seed} thinking={self.group.thinking} completion={said}"
+        named, said = SglangServersEngine.model_fingerprint(self, url, key), self.planned().completion
+        lengths = said.model_dump_json(exclude_none=True)
+        return f"simulated {named} seed={self.group.seed} thinking={self.group.thinking} completion={lengths}"
 
     def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """As of SGLang; the version says that it is simulated."""
         said = SglangServersEngine.limits(self, server, key, timeout_s)
-        return replace(said, engine_version=f"simulated sglang {self.version}")
+        return replace(said, engine_version=f"simulated sglang {server.version}")
