@@ -6,7 +6,7 @@ Times are seconds since the Unix epoch (`*_at`) or seconds (`*_s`); token counts
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -97,6 +97,70 @@ class TokenCounts:
 
     decoded: float  # tokens of answers
     computed: float  # these and the tokens of prompts that were not cached: moves whenever the server works at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSample:
+    """What one server said of itself at one moment, under SGLang's own names; one line of metrics.jsonl.
+
+    None is "the engine does not have it" or "it has not happened yet", never zero. Data-parallel ranks are added up;
+    of fractions the fullest rank's is kept.
+
+    Attributes:
+        at: when it was said, in seconds since the Unix epoch; of a line of a log to the second.
+        server: the server's name.
+        num_running_reqs: requests being decoded. After a prefill without those that were just admitted.
+        num_queue_reqs: requests that wait.
+        gen_throughput: tokens of answers a second since the log line before, pauses for prefills included.
+        token_usage: the fullest pool's usage, 0-1.
+        full_token_usage: usage of the KV pool, 0-1.
+        mamba_usage: usage of the recurrent-state pool, 0-1; ~2/3 or 1.00 may be all that can be used.
+        mamba_used_tokens, mamba_available_tokens, mamba_evictable_tokens: slots, not tokens, of that pool.
+        kv_used_tokens, kv_available_tokens, kv_evictable_tokens: tokens of the KV pool.
+        max_total_num_tokens: size of the KV pool in tokens.
+        cache_hit_rate: part of the last prefill's tokens that were cached, 0-1.
+        num_retracted_reqs: requests just put back for want of room; mostly 0, so count the counter below.
+        prompt_tokens_total, generation_tokens_total, num_requests_total: of requests that are finished.
+        num_retracted_requests_total, num_aborted_requests_total: since the server started.
+        realtime_decode_tokens_total: tokens of answers, counted while they are made: for rates.
+        realtime_prefill_tokens_total: tokens of prompts that were computed and not cached, counted likewise.
+        max_running_requests: requests decoded at once, at the most: the effective cap. On no page of metrics.
+    """
+
+    at: float
+    server: str
+    num_running_reqs: float | None = None
+    num_queue_reqs: float | None = None
+    gen_throughput: float | None = None
+    token_usage: float | None = None
+    full_token_usage: float | None = None
+    mamba_usage: float | None = None
+    mamba_used_tokens: float | None = None
+    mamba_available_tokens: float | None = None
+    mamba_evictable_tokens: float | None = None
+    kv_used_tokens: float | None = None
+    kv_available_tokens: float | None = None
+    kv_evictable_tokens: float | None = None
+    max_total_num_tokens: float | None = None
+    cache_hit_rate: float | None = None
+    num_retracted_reqs: float | None = None
+    prompt_tokens_total: float | None = None
+    generation_tokens_total: float | None = None
+    num_requests_total: float | None = None
+    num_retracted_requests_total: float | None = None
+    num_aborted_requests_total: float | None = None
+    realtime_decode_tokens_total: float | None = None
+    realtime_prefill_tokens_total: float | None = None
+    max_running_requests: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as it is written: what is None is left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> EngineSample:
+        """A line as it was read; what only newer versions know is passed over. Raises TypeError without at, server."""
+        return cls(**{known.name: line[known.name] for known in fields(cls) if known.name in line})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

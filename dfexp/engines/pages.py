@@ -1,14 +1,14 @@
-"""Limits out of the pages that servers give about themselves. Pure: pages in, `ServerLimits` out.
+"""Limits and counts out of the pages that servers give about themselves. Pure.
 
 Pages are somebody else's: every field may be missing or of another type, and is then "not said".
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from dfexp.records import ServerLimits, TokenCounts
+from dfexp.metrics import from_metrics
+from dfexp.records import EngineSample, ServerLimits, TokenCounts
 
 
 def limits_from(models: Any, info: Any = None, props: Any = None) -> ServerLimits:
@@ -38,13 +38,23 @@ def limits_from(models: Any, info: Any = None, props: Any = None) -> ServerLimit
 def tokens_so_far(metrics: str) -> TokenCounts | None:
     """SGLang's counts of tokens so far, all ranks together, out of its /metrics page.
 
-    `realtime_tokens_total` moves at every log interval; the counters of finished requests do not. None without the
-    series, which also is a server that has computed nothing yet.
+    They move at every log interval; the counters of finished requests do not. None without them, which also is a server
+    that has computed nothing yet.
     """
-    found = re.findall(r"^sglang:realtime_tokens_total\{(.*)\} (\d\S*)", metrics, re.MULTILINE)
-    by_mode = [(mode[1], float(value)) for labels, value in found if (mode := re.search(r'\bmode="(\w+)"', labels))]
-    decoded, prefilled = (sum(v for m, v in by_mode if m == mode) for mode in ("decode", "prefill_compute"))
-    return TokenCounts(decoded, decoded + prefilled) if by_mode else None
+    sample = from_metrics(metrics, at=0, server="")
+    if sample is None:
+        return None
+    decoded, prefilled = sample.realtime_decode_tokens_total, sample.realtime_prefill_tokens_total
+    if decoded is None and prefilled is None:
+        return None
+    return TokenCounts(decoded or 0, (decoded or 0) + (prefilled or 0))
+
+
+def from_server_info(info: Any, *, at: float, server: str) -> EngineSample:
+    """SGLang's /server_info as a sample: the effective request cap, which no page of metrics tells, and the KV pool."""
+    said = limits_from(None, info)
+    cap, pool = said.max_running_requests, said.max_total_num_tokens
+    return EngineSample(at=at, server=server, max_running_requests=cap, max_total_num_tokens=pool)
 
 
 def _at(value: Any, *steps: str | int) -> Any:

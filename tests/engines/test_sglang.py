@@ -122,7 +122,7 @@ def test_an_interpreter_without_sglang_is_said_before_anything_starts(tmp_path: 
 
 
 def test_the_count_of_tokens_adds_up_ranks_and_tells_answers_from_prompts() -> None:
-    series = 'sglang:realtime_tokens_total{engine_type="unified",mode="%s",tp_rank="%d"} %s\n'
+    series = 'sglang:realtime_tokens_total{engine_type="unified",mode="%s",dp_rank="%d",tp_rank="0"} %s\n'
     page = "# HELP sglang:realtime_tokens_total ...\n" + series % ("decode", 0, "1667.0")
     page += series % ("decode", 1, "3e+02") + series % ("prefill_compute", 0, "863.0")
     assert tokens_so_far(page + series % ("prefill_cache", 0, "9999.0")) == TokenCounts(1967.0, 2830.0)
