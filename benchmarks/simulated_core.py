@@ -12,26 +12,21 @@ from __future__ import annotations
 
 import csv
 import resource
-import time
-from array import array
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import capacity_throughput
-import numpy as np
 import yaml
 
 from dfexp.capacity.plan_command import prepared_for
 from dfexp.capacity.planner import Setting
 from dfexp.capacity.throughput import admissible
-from dfexp.capacity.workload import Workload
-from dfexp.engines.simulated.core import Config, Event, Line, Simulator, Sizes, run_closed_loop
+from dfexp.engines.simulated.core import Config, Event, Line, Simulator, run_closed_loop
 from dfexp.params import RunSpec
+from dfexp.rehearse.whole import Whole, draw, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
-PROMPTS, SERVERS, SEED = 654_676, 8, 1
+PROMPTS, SERVERS = 654_676, 8
 SEEN: dict[str, dict[str, tuple[float, float]]] = {
     "before": {
         "state slots": (185, 187), "request cap": (37, 37), "running": (32, 32), "queued": (0, 0),
@@ -48,54 +43,28 @@ SEEN: dict[str, dict[str, tuple[float, float]]] = {
 LOOKED_S = {"before": 280.0, "after": 480.0, "planned": 480.0}
 
 
-def draw(workload: Workload, number: int, context: int) -> Iterator[Sizes]:
-    """So many requests with the workload's lengths, always the same."""
-    generator = np.random.default_rng(SEED)
-    prompts, answers = (
-        np.rint(generator.choice(lengths.values, size=number, p=lengths.weights)).astype(int).tolist()
-        for lengths in (workload.prompt, workload.completion)
-    )
-    for prompt, answer in zip(prompts, answers, strict=True):
-        prompt = min(prompt, context - 16)
-        yield prompt, answer, context - prompt
-
-
 @dataclass(slots=True)
 class Watched:
-    """A run: completions over time, and the decode lines' gauges summed over windows of ten minutes and of the time
-    at which the operators looked.
+    """A run, and the gauges of its decode lines: over the second half of the time at which the operators looked, and
+    from one hour to two.
     """
 
-    finished_s: array[float] = field(default_factory=lambda: array("d"))
-    tokens: array[int] = field(default_factory=lambda: array("l"))
+    run: Whole = field(default_factory=Whole)
     first: list[dict[str, float]] = field(default_factory=list)
     steady: list[dict[str, float]] = field(default_factory=list)
-    retracted: int = 0
-    cpu_s: float = 0.0
-
-    def completions(self, at_s: float) -> tuple[int, float]:
-        """Completions by then, and their mean tokens."""
-        number = bisect_right(self.finished_s, at_s)
-        return number, sum(self.tokens[:number]) / max(1, number)
 
 
-def watch(setting: Setting, concurrency: int, looked_s: float, number: int = PROMPTS) -> Watched:
+def watch(setting: Setting, concurrency: int, looked_s: float) -> Watched:
     """Simulate one setting to its end."""
-    watched, started = Watched(), time.process_time()
-    servers = [Simulator(Config.of(setting)) for _ in range(SERVERS)]
-    requests = draw(setting.workload, number, setting.server.context_length)
-    for _, told in run_closed_loop(servers, requests, concurrency):
-        if isinstance(told, Line):
-            if not told.new_seqs and looked_s / 2 < told.at_s <= looked_s:
-                watched.first.append(told.gauges)
-            elif not told.new_seqs and 3600 < told.at_s <= 7200:
-                watched.steady.append(told.gauges)
-        elif told.kind == "finished":
-            watched.finished_s.append(told.at_s)
-            watched.tokens.append(told.tokens)
-        else:
-            watched.retracted += told.kind == "retracted"
-    watched.cpu_s = time.process_time() - started
+    watched = Watched()
+
+    def keep(line: Line) -> None:
+        if not line.new_seqs and looked_s / 2 < line.at_s <= looked_s:
+            watched.first.append(line.gauges)
+        elif not line.new_seqs and 3600 < line.at_s <= 7200:
+            watched.steady.append(line.gauges)
+
+    watched.run = simulate(setting, concurrency, PROMPTS, keep)
     return watched
 
 
@@ -107,7 +76,7 @@ def mean(gauges: list[dict[str, float]], name: str) -> float:
 def figures(setting: Setting, watched: Watched, looked_s: float) -> dict[str, float]:
     """The rows of the table."""
     memory = setting.memory()
-    completions, tokens = watched.completions(looked_s)
+    completions, tokens = watched.run.completions(looked_s)
     gauges = watched.first
     return {
         "state slots": memory.max_mamba_cache_size,
@@ -141,14 +110,14 @@ def show(name: str, setting: Setting, watched: Watched, concurrency: int) -> Non
         f"{steady['full_token_usage']:.2f} ({predicted.full_token_usage:.2f}), {steady['gen_throughput']:,.0f} tok/s "
         f"({predicted.tok_per_s:,.0f})"
     )
-    hours = watched.finished_s[-1] / 3600
+    run, hours = watched.run, watched.run.finished_s[-1] / 3600
     print(
-        f"  the whole run: {len(watched.finished_s):,} completions of {sum(watched.tokens) / len(watched.tokens):,.0f} "
-        f"tokens in {hours:.1f} h (capacity model {predicted.hours(PROMPTS, SERVERS):.1f}), {watched.retracted} "
-        f"retractions, {sum(watched.tokens) / watched.finished_s[-1] / SERVERS:,.0f} tok/s a GPU with ramp and tail"
+        f"  the whole run: {len(run.finished_s):,} completions of {sum(run.tokens) / len(run.tokens):,.0f} "
+        f"tokens in {hours:.1f} h (capacity model {predicted.hours(PROMPTS, SERVERS):.1f}), {run.retracted} "
+        f"retractions, {sum(run.tokens) / run.finished_s[-1] / SERVERS:,.0f} tok/s a GPU with ramp and tail"
     )
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"  simulated in {watched.cpu_s:.1f} s of one core, {peak_mib:.0f} MiB at most so far")
+    print(f"  simulated in {run.cpu_s:.1f} s of one core, {peak_mib:.0f} MiB at most so far")
 
 
 def admission(planned: Setting) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import dfexp
-from dfexp.cli import ahead, fleets, runs
+from dfexp.cli import ahead, fleets, rehearsals, runs
 from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_WRONG, amount, told
 from dfexp.errors import DfexpError, ParamsError, RunStopped
 
@@ -48,12 +48,22 @@ def _parser() -> argparse.ArgumentParser:
         ("--no-canary", {"action": "store_true", "help": "check the answers only, not the speed"}),
         ("--drain-s", {"type": amount, "help": "then requests in flight are sent again; default: they may finish"}),
     )
+    rehearsed = (
+        (
+            "--only",
+            {"action": "append", "default": [], "metavar": "VARIANT", "help": "this one alone; may be repeated"},
+        ),
+        ("--hours", {"type": amount, "help": "virtual hours of each rehearsal, instead of the file's"}),
+        ("--speed", {"help": "virtual seconds per second; default: max, as fast as the client can go"}),
+        ("--no-whole", {"action": "store_true", "help": "leave out the simulation of the whole run"}),
+    )
     for group, name, call, arguments in (
         (commands, "run", runs.run, (params_file, setting)),
         (commands, "resume", runs.resume, (one_run, setting, ("--retry-failed", kinds))),
         (commands, "check", ahead.check, (params_file, setting)),
         (commands, "preflight", ahead.preflight_run, (params_file, setting)),
         (commands, "plan", ahead.plan, (params_file, setting, as_json)),
+        (commands, "rehearse", rehearsals.rehearsal, (params_file, setting, *rehearsed, as_json)),
         (capacities, "check", ahead.capacity_check, (reports, as_json)),
         (commands, "status", runs.status, ((one_run[0], {**one_run[1], "nargs": "?"}), outputs)),
         (commands, "stop", runs.stop, (one_run, now)),

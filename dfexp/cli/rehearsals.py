@@ -1,0 +1,51 @@
+"""The command that rehearses a run."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from typing import Any
+
+import pandas as pd
+
+from dfexp import rehearse
+from dfexp.cli.attendant import stop_signals
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say, told
+from dfexp.errors import FleetError, RunError
+from dfexp.jsonl import write_atomic
+from dfexp.layout import project_root
+
+
+def rehearsal(args: argparse.Namespace) -> int:
+    """`dfexp rehearse PARAMS`: a run of SGLang servers, or variants of it, on simulated ones; takes no GPU."""
+    root, speed = project_root(), [f"fleet.speed={args.speed}"] if args.speed else []
+    lines, outcome = list[dict[str, Any]](), EXIT_OK
+    variants = rehearse.read(args.params, root, [*args.set, *speed], args.only, args.hours)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # they interrupt as Ctrl-C does, so that servers are stopped
+        signal.signal(number, signal.default_int_handler)
+    for variant in variants:
+
+        def tell(step: str, name: str = variant.name) -> None:
+            print(f"  {time.strftime('%H:%M:%S')} {name}: {step}", file=sys.stderr, flush=True)
+
+        try:
+            try:
+                limits = rehearse.play(variant, root, tell)
+            finally:
+                with stop_signals():  # a second Ctrl-C leaves no servers behind
+                    rehearse.end(variant.spec, root)
+            lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
+        except (FleetError, RunError) as error:
+            outcome = told(f"{variant.name}: {error}", EXIT_FAILED)
+    if lines:
+        table, path = pd.DataFrame(lines), root / variants[0].spec.outputs / f"{args.params.stem}-simulated"
+        as_json = table.to_json(orient="records", indent=1)
+        write_atomic(path.with_suffix(".json"), as_json.encode())
+        write_atomic(path.with_suffix(".csv"), table.to_csv(index=False).encode())
+        shown = (
+            f"SIMULATED: {args.params}\n\n{rehearse.frame(lines).to_string()}\n\n{rehearse.ABOUT}\n{path}.csv, .json"
+        )
+        say(as_json if args.json else shown)
+    return outcome

@@ -1,0 +1,10 @@
+"""Rehearsals: a run, or variants of it, on simulated servers through the real fleet, generating process and journal.
+
+`variants` reads what to rehearse, `drive` does it, `figures` says what came out; `whole` simulates a run to its end.
+"""
+
+from dfexp.rehearse.drive import end, play
+from dfexp.rehearse.figures import ABOUT, frame, rows
+from dfexp.rehearse.variants import Variant, read
+
+__all__ = ["ABOUT", "Variant", "end", "frame", "play", "read", "rows"]

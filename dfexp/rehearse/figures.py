@@ -1,0 +1,130 @@
+"""What a rehearsal came to, beside what operators saw.
+
+Gauges are read out of the servers' logs. A decode line bears the virtual second at which it was printed and comes every
+40 decode steps at any speed, whereas a look at /metrics is at a real time: at full speed many virtual seconds pass
+between two looks, and whoever looks slows down what holds the clock.
+Completions are counted in the client's rows, whose real times clock.jsonl maps to virtual ones. The run's second 0 is
+the first row's submission.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dfexp import generate, report
+from dfexp.capacity.planner import Setting
+from dfexp.records import ServerLimits
+from dfexp.rehearse.drive import clock_of
+from dfexp.rehearse.variants import SeenPart, Variant
+from dfexp.rehearse.whole import simulate
+from dfexp.tables import text
+from dfexp.virtual_time import VirtualTime
+
+_LINE = re.compile(r"^\[([\d-]+ [\d:]+)[^]]*\] Decode batch(.*)$", re.MULTILINE)
+_VALUE = re.compile(r", ([^:,]+): ([\d.]+)")
+_GAUGES = {
+    "#running-req": "num_running_reqs", "#queue-req": "num_queue_reqs", "full token usage": "full_token_usage",
+    "token usage": "full_token_usage", "mamba usage": "mamba_usage", "gen throughput (token/s)": "gen_throughput",
+}  # fmt: skip
+_STEADY, _BIN_S = "steady_", 30.0
+"""In so many seconds every server that works writes a line."""
+ABOUT = """\
+State slots, request cap, KV tokens: as a server said. From running to fleet tok/s: means of all servers' decode lines
+over the second half of the time until operators looked (until the end where nobody did); in fleet tok/s servers that
+were away count 0. Completions: those that the client had by then. Steady: as above, over the rehearsal's last half.
+Whole run: the scheduler's model alone, without servers and client. Error: against the nearest value that was seen."""
+
+
+def rows(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool) -> list[dict[str, Any]]:
+    """The lines of the table, one for each figure; what was not seen is None.
+
+    Args: limits, of a server, as it said; whole, whether the whole run is simulated too.
+    Raises RunError, CorruptShardError: the rehearsal's files are not there, or damaged.
+    """
+    seen, lines = variant.seen.model_dump() if variant.seen else {}, []
+    for figure, value in _figures(variant, root, limits, whole=whole).items():
+        given = seen.get(figure)
+        low, high = given if isinstance(given, list) else (given, given)
+        nearest = None if low is None else min(max(value, low), high)
+        error = 0.0 if value == nearest else value / nearest - 1 if nearest else None
+        about = {"variant": variant.name, "figure": figure, "simulated": value}
+        lines.append({**about, "seen_low": low, "seen_high": high, "error": error})
+    return lines
+
+
+def frame(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The table for a reader: for each figure what was simulated in each variant, what was seen, and the error."""
+    columns: dict[str, dict[str, list[str]]] = {}
+    for line in lines:
+        ends = dict.fromkeys(text(line[end]) for end in ("seen_low", "seen_high") if line[end] is not None)
+        error = "" if line["error"] is None else f"{line['error']:+.1%}"
+        cells = [text(line["simulated"]), "-".join(ends), error]
+        columns.setdefault(line["variant"], {})[_label(line["figure"])] = cells
+    heads = ["simulated", "seen", "error"]
+    parts = [pd.DataFrame.from_dict(cells, orient="index", columns=heads) for cells in columns.values()]
+    return pd.concat(parts, axis=1, keys=columns).fillna("")
+
+
+def _label(figure: str) -> str:
+    field = SeenPart.model_fields.get(figure.removeprefix(_STEADY))
+    name = str(field.description) if field else figure.replace("_", " ")
+    return f"steady: {name}" if figure.startswith(_STEADY) else name
+
+
+def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool) -> dict[str, float]:
+    setting, clock = variant.setting, VirtualTime.read(clock_of(variant.spec, root))
+    data = report.load(generate.run_folder(variant.spec, root), examples=0)
+    began_s = float(clock.of(data.rows["submitted_at"].min()))
+    finished_s = clock.of(data.rows["finished_at"].to_numpy()) - began_s
+    end_s = min(variant.hours * 3600, float(finished_s.max(initial=0.0)))
+    at_s = variant.seen.at_s if variant.seen else end_s
+    tokens, servers = data.rows["completion_tokens"][finished_s <= at_s], (data.status or {})["servers"]
+    lines = _lines(generate.fleet_folder(variant.spec, root).logs, clock, began_s)
+    steady = _means(lines, setting, end_s / 2, end_s)
+    found = {
+        **{name: value for name, value in asdict(limits).items() if value and name in SeenPart.model_fields},
+        **_means(lines, setting, at_s / 2, at_s),
+        "completions": len(tokens),
+        "mean_completion_tokens": float(tokens.mean()),
+        "completions_per_s": len(tokens) / at_s,
+        **{_STEADY + name: value for name, value in steady.items()},
+        "restarts": sum(server["restarts"] for server in servers),
+        "rows_failed": len(data.failures),
+    }
+    if whole:
+        run, gpus = (
+            simulate(setting, servers[0]["limit"], setting.prompts),
+            setting.servers * setting.server.flags.tp_size,
+        )
+        found |= {"whole_run_hours": run.finished_s[-1] / 3600, "whole_run_retractions": run.retracted}
+        found["whole_run_tok_per_s_per_gpu"] = sum(run.tokens) / run.finished_s[-1] / gpus
+        found["whole_run_cpu_s_to_simulate"] = run.cpu_s
+    return found
+
+
+def _lines(logs: Path, clock: VirtualTime, began_s: float) -> pd.DataFrame:
+    """The decode lines of all servers; `at_s` since the run's second 0."""
+    found = []
+    for path in logs.glob("server-*.log"):
+        for stamp, rest in _LINE.findall(path.read_text(encoding="utf-8", errors="replace")):
+            at_s = clock.of_stamp(datetime.fromisoformat(stamp).timestamp()) - began_s
+            gauges = {_GAUGES[name]: float(value) for name, value in _VALUE.findall(rest) if name in _GAUGES}
+            found.append({"server": path.name, "at_s": at_s, **gauges})
+    return pd.DataFrame(found, columns=["server", "at_s", *dict.fromkeys(_GAUGES.values())])
+
+
+def _means(lines: pd.DataFrame, setting: Setting, after_s: float, until_s: float) -> dict[str, float]:
+    inside = lines[lines["at_s"].between(after_s, until_s, inclusive="right")]
+    means: dict[Any, float] = inside.drop(columns=["server", "at_s"]).mean().dropna().to_dict()
+    rate = means.pop("gen_throughput", 0.0) / setting.server.flags.tp_size
+    rates = inside.groupby(["server", (inside["at_s"] - after_s) // _BIN_S])["gen_throughput"].mean()
+    fleet_rate = rates.sum() / max(1, ceil((until_s - after_s) / _BIN_S))
+    return {**means, "tok_per_s_per_gpu": rate, "fleet_tok_per_s": fleet_rate}

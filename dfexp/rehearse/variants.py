@@ -1,0 +1,147 @@
+"""What is rehearsed: a run file on simulated servers, or variants of it, each beside what operators saw."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue, ValidationError
+
+from dfexp import params
+from dfexp.capacity.plan_command import prepared_for
+from dfexp.capacity.planner import Setting
+from dfexp.errors import DfexpError, ParamsError
+from dfexp.params import Group, Name, RunSpec, SglangServers, SimulatedFleet
+from dfexp.params_errors import explain
+
+Part = dict[str, JsonValue]
+Number = Annotated[float, Field(ge=0)]
+Range = Number | Annotated[list[Number], Field(min_length=2, max_length=2)] | None
+
+SPARE = 1.3
+"""Prompts for so many times the completions that are predicted, so that none are missing at the end."""
+LEAST_STALL_S = 30.0
+"""A rehearsal looks stuck for up to ten real seconds while a server is away, since the clock then waits for it."""
+
+
+class SeenPart(Group):
+    """What operators saw, each a number or the least and the most; descriptions are the names of the table's lines."""
+
+    at_s: float = Field(gt=0, description="looked at (s)")
+    max_mamba_cache_size: Range = Field(None, description="state slots")
+    max_running_requests: Range = Field(None, description="request cap")
+    max_total_num_tokens: Range = Field(None, description="KV tokens")
+    num_running_reqs: Range = Field(None, description="running")
+    num_queue_reqs: Range = Field(None, description="queued")
+    full_token_usage: Range = Field(None, description="KV usage")
+    mamba_usage: Range = Field(None, description="state usage")
+    tok_per_s_per_gpu: Range = Field(None, description="tok/s a GPU")
+    fleet_tok_per_s: Range = Field(None, description="fleet tok/s")
+    completions: Range = Field(None, description="completions")
+    mean_completion_tokens: Range = Field(None, description="mean tokens")
+    completions_per_s: Range = Field(None, description="completions/s")
+
+
+class VariantPart(Group):
+    """Parts of a run's parameters that are laid over the run file; `fleet.flags` are replaced as a whole."""
+
+    fleet: Part = Field(default_factory=dict, description="flags, faults, servers and other keys of a fleet")
+    prompts: Part = Field(default_factory=dict, description="as in a run file")
+    generation: Part = Field(default_factory=dict, description="as in a run file")
+    plan: Part = Field(default_factory=dict, description="as in a run file")
+    seen: SeenPart | None = Field(None, description="what operators saw of this variant, and when they looked")
+
+
+class RehearsalFile(Group):
+    """A parameter file with variants over a run file."""
+
+    over: str = Field(description="the run file, relative to this one")
+    hours: float = Field(1.0, gt=0, description="virtual hours of each rehearsal")
+    variants: dict[Name, VariantPart] = Field(min_length=1, description="name to parameters laid over the run file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One rehearsal. `is_drawn`: its prompts are made up, since those of the run file are not here."""
+
+    name: str
+    spec: RunSpec
+    setting: Setting
+    seen: SeenPart | None
+    hours: float
+    is_drawn: bool
+
+
+def read(path: Path, root: Path, overrides: Sequence[str], only: Collection[str], hours: float | None) -> list[Variant]:
+    """The rehearsals that a file describes. Raises ParamsError that lists every mistake in it.
+
+    Args: overrides, as `params.load` has them, for all variants; only, names of variants, none for all; hours, virtual
+    ones, instead of the file's.
+    """
+    tree = params.read_yaml(path)
+    if "variants" not in tree:  # a run file, rehearsed as it is
+        tree = {"over": path.name, "variants": {"run": {}}}
+    try:
+        file = RehearsalFile.model_validate(tree)
+    except ValidationError as error:
+        lines = explain(error, tree, RehearsalFile)
+        raise ParamsError("\n  ".join((f"{path}: {len(lines)} wrong parameter(s).", *lines))) from None
+    if unknown := set(only) - file.variants.keys():
+        raise ParamsError(f"--only {unknown.pop()}: no such variant. {path} has: {', '.join(file.variants)}.")
+    base, found, mistakes = _base(path.parent / file.over), list[Variant](), list[str]()
+    for name in only or file.variants:
+        try:
+            found.append(_variant(name, base, file.variants[name], overrides, root, hours or file.hours))
+        except DfexpError as error:
+            mistakes.append(f"{path}, {name}: {error}")
+    if mistakes:
+        raise ParamsError("\n".join(mistakes))
+    return found
+
+
+def _base(path: Path) -> dict[str, Any]:
+    """A run file with simulated servers, its outputs apart. Raises ParamsError: it is wrong, or of other servers."""
+    spec = params.load(path)
+    if not isinstance(spec.fleet, SglangServers):
+        raise ParamsError(f"{path}: fleet.engine = {spec.fleet.engine!r} cannot be rehearsed, only 'sglang'.")
+    tree = spec.model_dump(exclude_unset=True)
+    # Ports are the real fleet's; the time that a start may take is that of real GPUs.
+    known = SimulatedFleet.model_fields.keys() - {"name", "first_port", "start_timeout_s"}
+    tree["fleet"] = {key: value for key, value in tree["fleet"].items() if key in known} | {"engine": "simulated"}
+    # Flags and servers of the fleet are launched, whatever the plan compares them with.
+    tree["plan"] = {key: value for key, value in (tree.get("plan") or {}).items() if key not in ("flags", "servers")}
+    return {**tree, "outputs": f"{spec.outputs}/rehearsals"}
+
+
+def _variant(
+    name: str, base: dict[str, Any], part: VariantPart, overrides: Sequence[str], root: Path, hours: float
+) -> Variant:
+    """One variant, understood. Raises ParamsError; CapacityError, UnknownGpu: its servers could not start."""
+    tree = params.merge(base, part.model_dump(exclude_unset=True, exclude={"seen"}))
+    tree["fleet"]["flags"] = part.fleet.get("flags", tree["fleet"].get("flags", {}))
+    spec = params.validate(
+        {**params.overlay(tree, overrides), "run": f"{base['run']}-{name}"}, "laid over the run file"
+    )
+    if not isinstance(spec.fleet, SimulatedFleet):
+        raise ParamsError(f"fleet.engine = {spec.fleet.engine!r}: rehearsals are of simulated servers. Leave it out.")
+    if part.seen and part.seen.at_s > hours * 3600:
+        raise ParamsError(f"seen.at_s = {part.seen.at_s:g} is after the end, {hours:g} h. Rehearse longer.")
+    setting, generation = prepared_for(spec, root).setting, spec.generation
+    concurrency, memory = None if generation.concurrency == "auto" else generation.concurrency, setting.memory()
+    rate = setting.predict(memory, concurrency).completions_per_s
+    in_flight = concurrency or 2 * memory.max_running_requests
+    number = min(setting.prompts, ceil(setting.servers * (rate * hours * 3600 * SPARE + in_flight)))
+    prompts = spec.prompts.model_copy(update={"limit": min(number, spec.prompts.limit or number)})
+    paths = [prompts.path] if isinstance(prompts.path, str) else prompts.path
+    is_drawn = not all((root / Path(each).expanduser()).exists() for each in paths)
+    if is_drawn:
+        prompts = params.PromptsGroup(path=f"{spec.outputs}/drawn/{spec.run}.jsonl", limit=prompts.limit)
+    # Seconds of the servers' clock, not of ours, decide whether one is stuck.
+    speed = float("inf") if spec.fleet.speed == "max" else spec.fleet.speed
+    stall_s = min(generation.stall_s, max(LEAST_STALL_S, generation.stall_s / speed))
+    changed = {"prompts": prompts, "generation": generation.model_copy(update={"stall_s": stall_s})}
+    spec = spec.model_copy(update=changed)
+    return Variant(name=name, spec=spec, setting=setting, seen=part.seen, hours=hours, is_drawn=is_drawn)

@@ -1,0 +1,237 @@
+"""Rehearsals: what a file describes, what the table says, and two small ones through the real thing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dfexp import control, generate, params, rehearse
+from dfexp.engines.simulated.server.text import prompt_tokens
+from dfexp.errors import ParamsError, RunError
+from dfexp.jsonl import read_json, write_json
+from dfexp.params import SimulatedFleet
+from dfexp.records import ServerLimits
+from dfexp.rehearse import drive
+from dfexp.rehearse.whole import simulate
+from dfexp.sources import messages_of
+from tests.finished_run import START, row, status, write_run
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN: dict[str, Any] = {
+    "run": "small",
+    "fleet": {
+        "engine": "sglang", "model": "/models/Qwen3.6-27B", "servers": 2, "first_port": 30000, "name": "shared",
+        "python": "/opt/sglang/bin/python", "flags": {"context_length": 8192, "mem_fraction_static": 0.9},
+    },
+    "prompts": {"path": "prompts/mine.jsonl"},
+    "generation": {"concurrency": 16, "rows_per_shard": 50, "progress_interval_s": 0.5},
+    "plan": {
+        "gpu": "rtx-pro-6000", "prompts": 2000, "shared_prefix_share": 0.0, "flags": {"mem_fraction_static": 0.5},
+        "prompt": {"median": 40, "p95": 90}, "completion": {"median": 150, "p95": 400},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "small.yaml").write_text(yaml.safe_dump(RUN))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rehearsal(project: Path, **tree: Any) -> Path:
+    path = project / "params" / "rehearsal.yaml"
+    path.write_text(yaml.safe_dump({"over": "small.yaml", **tree}))
+    return path
+
+
+def read(path: Path, *overrides: str, only: tuple[str, ...] = (), hours: float | None = None) -> list[rehearse.Variant]:
+    return rehearse.read(path, path.parent.parent, overrides, only, hours)
+
+
+def test_the_shipped_file_has_the_reference_run_three_times() -> None:
+    before, after, planned = read(ROOT / "params" / "rehearsal.yaml")
+    assert [each.setting.memory().max_running_requests for each in (before, after, planned)] == [37, 72, 157]
+    assert [each.spec.generation.concurrency for each in (before, after, planned)] == [32, 64, "auto"]
+    real, faster = (params.load(ROOT / "params" / f"{name}.yaml") for name in ("expansion_v1", "expansion_v1_planned"))
+    assert after.spec.fleet.model_dump()["flags"] == real.fleet.model_dump()["flags"]
+    assert planned.spec.fleet.model_dump()["flags"] == faster.fleet.model_dump()["flags"]
+    assert before.seen is not None
+    assert (before.seen.at_s, before.seen.completions, before.seen.tok_per_s_per_gpu) == (280.0, 438, [650, 680])
+
+
+def test_a_run_file_is_rehearsed_as_it_is_but_apart_from_the_real_run(project: Path) -> None:
+    (variant,) = read(project / "params" / "small.yaml")
+    spec = variant.spec
+    assert isinstance(spec.fleet, SimulatedFleet)
+    assert (spec.fleet.servers, spec.fleet.first_port, spec.fleet.flags) == (2, None, RUN["fleet"]["flags"])
+    assert (spec.outputs, spec.run, spec.fleet_name) == ("outputs/rehearsals", "small-run", "small-run")
+    assert variant.setting.server.flags.mem_fraction_static == 0.9, "the fleet's flags are launched, not the plan's"
+    assert not any(project.joinpath("outputs").glob("**/*")), "nothing is written"
+
+
+def test_a_variant_replaces_all_flags_and_adds_to_the_rest(project: Path) -> None:
+    flags = {"context_length": 8192, "mem_fraction_static": 0.8}
+    crash = {"kind": "crash", "server": 1, "at_s": 60.0}
+    part = {"fleet": {"flags": flags, "faults": [crash]}, "generation": {"temperature": 0.5}}
+    path = rehearsal(project, variants={"a": {}, "b": part})
+    a, b = read(path, "fleet.servers=3", "fleet.flags.page_size=1")
+    assert isinstance(b.spec.fleet, SimulatedFleet)
+    assert b.spec.fleet.flags == {**flags, "page_size": 1}
+    assert [fault.kind for fault in b.spec.fleet.faults] == ["crash"]
+    assert (b.spec.generation.temperature, b.spec.generation.concurrency) == (0.5, 16)
+    assert (a.setting.servers, b.setting.servers) == (3, 3)
+    assert [each.name for each in read(path, only=("b",))] == ["b"]
+
+
+def test_every_mistake_is_told_before_anything_starts(project: Path) -> None:
+    with pytest.raises(ParamsError) as caught:
+        read(rehearsal(project, hour=2, variants={"a": {"seen": {"at_s": 0, "running": 3}}, "b": {"feet": {}}}))
+    for words in ("hour = 2", "at_s = 0", "variants.a.seen.running = 3", "variants.b.feet"):
+        assert words in str(caught.value)
+    variants = {
+        "typo": {"fleet": {"server": 3}},
+        "full": {"fleet": {"flags": {"mem_fraction_static": 0.3}}},
+        "late": {"seen": {"at_s": 7200}},
+        "good": {},
+    }
+    with pytest.raises(ParamsError) as caught:
+        read(rehearsal(project, variants=variants))
+    for words in ("typo: ", "fleet.server = 3", "full: ", "late: seen.at_s = 7200"):
+        assert words in str(caught.value)
+    assert "good" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "words"),
+    [({"engine": "external", "urls": ["http://127.0.0.1:1"]}, "'external' cannot be rehearsed"), ({}, "fleet.engine")],
+)
+def test_a_run_that_cannot_be_rehearsed_says_so(project: Path, fleet: dict[str, Any], words: str) -> None:
+    (project / "params" / "small.yaml").write_text(yaml.safe_dump({**RUN, "fleet": fleet}))
+    with pytest.raises(ParamsError, match=words):
+        read(project / "params" / "small.yaml")
+
+
+def test_a_run_without_a_plan_and_a_variant_that_is_not_there_say_so(project: Path) -> None:
+    with pytest.raises(ParamsError, match=r"no such variant.*has: a"):
+        read(rehearsal(project, variants={"a": {}}), only=("b",))
+    (project / "params" / "small.yaml").write_text(yaml.safe_dump({k: v for k, v in RUN.items() if k != "plan"}))
+    with pytest.raises(ParamsError, match="plan"):
+        read(project / "params" / "small.yaml")
+
+
+def test_enough_prompts_for_the_hours_and_no_more_than_the_run_has(project: Path) -> None:
+    path = project / "params" / "small.yaml"
+    (short,), (long,) = read(path, hours=0.02), read(path, hours=5.0)
+    rate = short.setting.predict(short.setting.memory(), 16).completions_per_s
+    assert short.spec.prompts.limit == pytest.approx(2 * (rate * 72 * 1.3 + 16), abs=1)
+    assert long.spec.prompts.limit == 2000
+
+
+def test_own_prompts_are_used_where_they_are(project: Path) -> None:
+    (project / "prompts").mkdir()
+    (project / "prompts" / "mine.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    (variant,) = read(project / "params" / "small.yaml", "prompts.limit=1", "plan.prompts=null")
+    assert not variant.is_drawn
+    assert (variant.spec.prompts.path, variant.spec.prompts.limit) == ("prompts/mine.jsonl", 1)
+
+
+def test_drawn_prompts_have_the_planned_lengths_and_are_always_the_same(project: Path) -> None:
+    (variant,) = read(project / "params" / "small.yaml")
+    paths = [project / "one" / "a.jsonl", project / "two" / "a.jsonl"]
+    for path in paths:
+        drive.write_prompts(variant, path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    texts = [json.loads(line) for line in paths[0].read_text().splitlines()]
+    assert len(texts) == variant.spec.prompts.limit == 2000
+    tokens = sorted(prompt_tokens(messages_of(text, ("prompt",))) for text in texts)
+    assert tokens[1000] == pytest.approx(40, rel=0.05)
+    assert tokens[1900] == pytest.approx(90, rel=0.1)
+    assert len({text["prompt"] for text in texts}) > 1990
+
+
+@pytest.mark.parametrize(("speed", "stall_s"), [("max", 30.0), ("1.0", 300.0), ("4.0", 75.0), ("0.5", 300.0)])
+def test_a_stuck_server_is_noticed_by_its_own_clock(project: Path, speed: str, stall_s: float) -> None:
+    (variant,) = read(project / "params" / "small.yaml", f"fleet.speed={speed}")
+    assert variant.spec.generation.stall_s == stall_s
+
+
+def test_what_is_no_rehearsal_is_left_as_it_is(project: Path) -> None:
+    (variant,) = read(project / "params" / "small.yaml")
+    folder = generate.run_folder(variant.spec, project)
+    folder.path.mkdir(parents=True)
+    write_json(folder.run_json, {"spec": {"fleet": {"engine": "sglang"}}})
+    with pytest.raises(RunError, match="is no rehearsal"):
+        rehearse.play(variant, project, pytest.fail)
+    assert read_json(folder.run_json) == {"spec": {"fleet": {"engine": "sglang"}}}
+
+
+def decode_line(at_s: float, running: int, rate: float) -> str:
+    stamp = datetime.fromtimestamp(START + at_s).strftime("%Y-%m-%d %H:%M:%S")
+    return (
+        f"[{stamp}] Decode batch, #running-req: {running}, #full token: 1101, full token usage: 0.20, mamba num: 32, "
+        f"mamba usage: 0.60, cuda graph: True, gen throughput (token/s): {rate:.2f}, #queue-req: 1\n"
+    )
+
+
+def test_figures_are_of_the_windows_that_they_name(project: Path) -> None:
+    """Ten virtual seconds a second; the run begins at virtual second 100. The second server dies half way."""
+    seen = {"at_s": 200, "num_running_reqs": [9, 9.5], "max_running_requests": 72, "completions": 25, "mamba_usage": 0}
+    (variant,) = read(rehearsal(project, hours=0.1, variants={"a": {"seen": seen}}))
+    # Row i is sent at START + 10 + i and done two seconds later: at virtual second 20 + 10 i of the run.
+    folder = write_run(
+        project, [row(i, submitted_at=START + 10 + i, completion_tokens=100 + i) for i in range(35)],
+        name="rehearsals/small-a", asked=40,
+    )  # fmt: skip
+    control.write_status(folder, status("stopped"))
+    fleet = generate.fleet_folder(variant.spec, project)
+    fleet.logs.mkdir(parents=True)
+    (fleet.path / "clock.jsonl").write_text(
+        "".join(json.dumps({"real_at": START + s, "virtual_s": 10.0 * s}) + "\n" for s in (0, 100))
+    )
+    for port, until_s in ((30000, 460), (30001, 280)):
+        lines = (decode_line(at_s, 10 if at_s > 200 else 4, at_s) for at_s in range(0, until_s, 4))
+        (fleet.logs / f"server-{port}.log").write_text("".join(lines))
+    limits = ServerLimits(max_running_requests=72, max_mamba_cache_size=217, max_total_num_tokens=289_000)
+    lines = rehearse.rows(variant, project, limits, whole=False)
+    found = {line["figure"]: line["simulated"] for line in lines}
+    assert (found["max_mamba_cache_size"], found["max_total_num_tokens"]) == (217, 289_000)
+    assert (found["num_running_reqs"], found["num_queue_reqs"]) == (10, 1)
+    assert (found["full_token_usage"], found["mamba_usage"]) == (pytest.approx(0.2), pytest.approx(0.6))
+    assert found["completions"] == 19
+    assert found["mean_completion_tokens"] == 109
+    assert found["completions_per_s"] == pytest.approx(19 / 200)
+    # From second 100 to 200 of the run the logs say 204, 208 ... 300, those of the server that dies until 276.
+    assert found["tok_per_s_per_gpu"] == pytest.approx((sum(range(204, 301, 4)) + sum(range(204, 280, 4))) / 44)
+    assert 400 < found["fleet_tok_per_s"] < 480
+    # The last row is done at second 360: steady is from 180 on, with one server.
+    assert found["steady_tok_per_s_per_gpu"] == pytest.approx(sum(range(284, 460, 4)) / 44)
+    assert found["steady_fleet_tok_per_s"] == pytest.approx(found["steady_tok_per_s_per_gpu"], rel=0.02)
+    assert (found["restarts"], found["rows_failed"]) == (1, 0)
+    errors = {line["figure"]: line["error"] for line in lines}
+    assert errors["num_running_reqs"] == pytest.approx(10 / 9.5 - 1)
+    assert (errors["max_running_requests"], errors["completions"]) == (0.0, pytest.approx(19 / 25 - 1))
+    assert errors["mamba_usage"] is None, "nothing is a share of nothing"
+    table = rehearse.frame([*lines, *({**line, "variant": "b"} for line in lines if "steady" not in line["figure"])])
+    assert table.loc["running", ("a", "seen")] == "9-9.5"
+    assert table.loc["running", ("a", "error")] == "+5.3%"
+    assert table.loc["steady: tok/s a GPU", ("b", "simulated")] == ""
+
+
+def test_the_whole_run_agrees_with_the_capacity_model(project: Path) -> None:
+    (variant,) = read(project / "params" / "small.yaml")
+    setting = variant.setting
+    run = simulate(setting, 16, 20_000)
+    assert len(run.finished_s) == 20_000
+    assert run.finished_s[-1] / 3600 == pytest.approx(setting.predict(setting.memory(), 16).hours(20_000, 2), rel=0.03)
+    number, mean = run.completions(run.finished_s[-1])
+    assert (number, mean) == (20_000, pytest.approx(setting.workload.completion.mean, rel=0.02))
+    again = simulate(replace(setting), 16, 20_000)
+    assert again.finished_s == run.finished_s
