@@ -155,6 +155,13 @@ def test_a_line_has_counts_rate_window_and_time_left() -> None:
     assert display.line(None) == "waiting for the run's first report"
 
 
+def test_a_simulated_run_is_shown_as_one() -> None:
+    simulated = status(engine="simulated")
+    assert display.line(simulated).startswith("running (simulated): 40 of 100 done")
+    assert "running (simulated)</b>" in display.html(simulated)
+    assert "simulated" not in display.line(status(engine="sglang")) + display.html(status(engine="sglang"))
+
+
 def test_html_escapes_everything() -> None:
     hostile = "<script>x</script>"
     servers = [{**status()["servers"][0], "name": hostile, "state": hostile}]

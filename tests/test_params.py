@@ -415,7 +415,7 @@ def test_a_simulated_fleet_without_any_plan_says_what_is_missing() -> None:
         ({"kind": "slow", "factor": "3"}, f".factor = '3': must be a valid number. {NUMBER} (slow: factor on all"),
         ({"kind": "hang", "at_s": math.inf}, ".at_s = inf: must be a finite number. (when it begins;"),
         ({"kind": "bang"}, ".kind = 'bang': must be 'crash', 'hang', "),
-        ({}, ".kind: missing, and it has no default. (crash: the server ends;"),
+        ({}, ".kind: missing, and it has no default. (what happens: "),
     ],
 )
 def test_a_fault_that_means_nothing_says_what_is_right(fault: dict[str, Any], message: str) -> None:

@@ -390,6 +390,24 @@ def test_other_engines_are_checked_for_what_applies(tmp_path: Path) -> None:
         assert preflight.launches_for(params.validate(tree, "test"), tmp_path) == {}
 
 
+def simulated(flags: dict[str, Any]) -> params.RunSpec:
+    fleet = {"engine": "simulated", "model": "Qwen3.6-27B", "servers": 2, "flags": flags}
+    return params.validate({"run": "r", "fleet": fleet, "prompts": {"path": "p.jsonl"}, "plan": PLAN}, "test")
+
+
+def test_simulated_servers_need_neither_sglang_nor_gpu_but_right_flags_and_room(tmp_path: Path) -> None:
+    found = by_name(preflight.checks_for(simulated({"mem_fraction_static": 0.9}), tmp_path))
+    assert {name: check.state for name, check in found.items()} == dict.fromkeys(
+        ("flags", "memory", "capacity", "disk", "open files"), "pass"
+    )
+    assert found["flags"].found == "spelled right for SGLang 0.5.12, which is simulated"
+    found = by_name(preflight.checks_for(simulated({"mem_fraction_statik": 0.5}), tmp_path))
+    assert outcome(found["flags"])[0] == "fail"
+    assert "Did you mean mem_fraction_static" in found["flags"].found
+    with pytest.raises(FleetError, match=r"mem_fraction_static = 0\.5 leaves"):
+        preflight.require(simulated({"mem_fraction_static": 0.5}), tmp_path)
+
+
 def test_a_port_in_use_is_named(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

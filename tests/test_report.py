@@ -36,6 +36,20 @@ def test_summary_counts_and_rates_over_the_busy_time(tmp_path: Path) -> None:
     assert found["server outages"] == 1
 
 
+def test_a_simulated_run_says_so_in_title_figures_and_conclusion(tmp_path: Path) -> None:
+    real = report.load(write_run(tmp_path, [row(0), row(1)]))
+    data = replace(real, run={**real.run, "spec": {**real.run["spec"], "fleet": {"engine": "simulated"}}})
+    assert report.summary(data).title == "Run demo (simulated)"
+    assert report.summary(data, "Mine").title == "Mine (simulated)"
+    assert "not those of the simulated time" in report.summary(data).note
+    assert "are missing (simulated).**" in report.conclusion(data)
+    for draw in (figures.throughput, figures.in_flight, figures.lengths):
+        sources = [note.text for note in draw(data).figure.layout.annotations if note.text.startswith("Source")]
+        assert sources == ["Source: outputs of run demo (simulated), 2 completions"]
+    assert "simulated" not in report.summary(real).title + report.summary(real).note
+    assert "(simulated)" not in report.conclusion(real)
+
+
 def test_a_run_without_rows_has_a_report(tmp_path: Path) -> None:
     data = report.load(write_run(tmp_path, [], asked=3))
     assert values(report.summary(data))["missing"] == 3

@@ -10,10 +10,11 @@ import yaml
 
 from dfexp import cli, params
 from dfexp.capacity.errors import CapacityError, DoesNotFit, TooLittleRoom, UnknownModel
-from dfexp.capacity.plan_command import check_text, plan_text, prepared_for, require_room
+from dfexp.capacity.plan_command import check_text, plan_of, plan_text, prepared_for, require_room
 from dfexp.capacity.planner import make_plan
 from dfexp.errors import ParamsError
 from dfexp.hardware import UnknownGpu
+from dfexp.params import RunSpec, SglangServers
 from dfexp.records import ServerLimits
 from tests.capacity.support import DATA
 
@@ -96,6 +97,30 @@ def test_where_nothing_can_be_predicted_nothing_is_required(config: dict[str, An
     tree = params.load(EXPANSION).model_dump()
     del tree["fleet"]["flags"]["mem_fraction_static"]
     require_room(params.validate(tree, "test"), ROOT, {"a:1": replace(ROOM, max_running_requests=1)})
+
+
+def simulated(*overrides: str) -> RunSpec:
+    tree = params.overlay(params.read_yaml(EXPANSION), overrides)
+    kept = {key: tree["fleet"][key] for key in ("model", "servers", "flags")}
+    return params.validate({**tree, "fleet": {"engine": "simulated", **kept}}, "test")
+
+
+def test_a_simulated_fleet_is_planned_and_held_to_its_plan_as_a_real_one() -> None:
+    spec = simulated()
+    assert prepared_for(spec, ROOT).setting == prepared_for(params.load(EXPANSION), ROOT).setting
+    said = replace(ROOM, engine_version="simulated sglang 0.5.12")
+    require_room(spec, ROOT, {"a:1": said})
+    with pytest.raises(TooLittleRoom, match=r"max_running_requests is 37, 51% of the 72 predicted"):
+        require_room(spec, ROOT, {"a:1": replace(said, max_running_requests=37)})
+
+
+def test_flags_of_simulated_servers_beat_those_of_their_plan() -> None:
+    spec = simulated("plan.flags={mamba_scheduler_strategy: extra_buffer, mem_fraction_static: 0.5}")
+    assert isinstance(spec.fleet, SglangServers)
+    assert plan_of(spec, ROOT).flags == spec.fleet.flags
+    assert spec.fleet.flags["mamba_strategy"] == "no_buffer"
+    real = params.load(EXPANSION, ["plan.flags={mem_fraction_static: 0.5}"])
+    assert plan_of(real, ROOT).flags == {"mem_fraction_static": 0.5}
 
 
 def test_json_is_strict_and_complete() -> None:
