@@ -70,3 +70,8 @@ class SimulatedEngine(SglangServersEngine):
         """As of SGLang; the version says that it is simulated."""
         said = SglangServersEngine.limits(self, server, key, timeout_s)
         return replace(said, engine_version=f"simulated sglang {server.version}")
+
+    def diagnose_start(self, log_text: str) -> str:
+        """As of SGLang; the process that simulates all servers has a log of its own."""
+        said = SglangServersEngine.diagnose_start(self, log_text)
+        return f"{said} What simulates the servers writes to logs/simulator.log in the fleet's folder."

@@ -15,10 +15,11 @@ from dfexp.engines.sglang_flags import argv_for
 from dfexp.engines.simulated import SimulatedEngine
 from dfexp.errors import EngineStartError, FleetError
 from dfexp.layout import FleetFolder
-from dfexp.params import SimulatedFleet
+from dfexp.params import SglangFleet, SimulatedFleet
 
 PLAN: dict[str, Any] = {"gpu": "rtx-pro-6000", "prompt": {"tokens": 150}, "completion": {"tokens": 900}}
 FLAGS: dict[str, Any] = {"mem_fraction_static": 0.9, "mamba_strategy": "no_buffer"}
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 FAULT: dict[str, Any] = {"kind": "crash", "server": 1, "at_s": 60}
 
 
@@ -103,3 +104,9 @@ def test_what_changes_the_answers_is_another_model_and_never_the_real_one() -> N
     assert seen(flags={}, speed=2, load_s=1, servers=4, plan={**PLAN, "gpu": "h100"}) == seen()
     longer = {**PLAN, "completion": {"median": 900, "p95": 2000}}
     assert len({seen(), seen(seed=1), seen(thinking=False), seen(plan=longer)}) == 4
+
+
+def test_the_cause_of_a_failed_start_is_told_as_of_sglang_with_the_log_of_what_simulates() -> None:
+    real = engine_for(SglangFleet.model_validate({"engine": "sglang", "model": "m"})).diagnose_start(OOM)
+    assert engine().diagnose_start(OOM).startswith(real)
+    assert "logs/simulator.log" in engine().diagnose_start(OOM)
