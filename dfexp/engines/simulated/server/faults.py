@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from http.client import responses
 from math import inf
 
+from dfexp.engines.simulated.server.pages import refused
 from dfexp.params_simulated import FaultPart
 
 GARBAGE = "!"
@@ -46,15 +45,14 @@ class Faults:
 
     def due(self, since_s: float = 0.0) -> list[Due]:
         """What is scheduled for a server that starts at `since_s`, in order; what goes on by then is among it."""
-        return sorted(self._due(since_s), key=lambda due: due.at_s)
-
-    def _due(self, since_s: float) -> Iterator[Due]:
+        found = []
         for part in self._on_schedule:
             at_s = part.at_s or 0.0
             until_s = None if part.for_s is None else at_s + part.for_s
             is_over = at_s < since_s if part.kind == "crash" else until_s is not None and until_s <= since_s
             if part.kind != "oom_at_start" and not is_over:
-                yield Due(at_s=at_s, until_s=until_s, part=part)
+                found.append(Due(at_s=at_s, until_s=until_s, part=part))
+        return sorted(found, key=lambda due: due.at_s)
 
     def fails_to_start(self, number: int) -> FaultPart | None:
         """The fault that ends start `number` of this server, counted from 1."""
@@ -69,25 +67,20 @@ class Faults:
         for number, part in self._to_requests:
             begins_s = part.at_s or 0.0
             is_time = begins_s <= at_s < begins_s + (part.for_s or inf)
-            is_meant = (part.contains or "") in text and self._level(number, key) < (part.share or 1.0)
+            digest = blake2b(f"{self._seed} {number} {key}".encode(), digest_size=7).digest()
+            is_drawn = int.from_bytes(digest, "big") < (part.share or 1.0) * 2**56
+            is_meant = is_drawn and (part.contains or "") in text
             if is_time and is_meant and self._met[number] < (part.times or inf):
                 self._met[number] += 1
                 return part
         return None
 
-    def _level(self, number: int, key: int) -> float:
-        digest = blake2b(f"{self._seed} {number} {key}".encode(), digest_size=7).digest()
-        return int.from_bytes(digest, "big") / 2**56
-
 
 def reply(part: FaultPart) -> Reply:
     """The answer of a `status` fault as SGLang words errors, of an `html` fault a proxy's page."""
-    status = 502 if part.kind == "html" else part.answered_status
-    phrase = responses.get(status, "Error")
     if part.kind == "html":
-        page = f"<html><head><title>{status} {phrase}</title></head><body><h1>{status} {phrase}</h1></body></html>\r\n"
-        return Reply(status=status, content_type="text/html", body=page.encode())
-    error = {"object": "error", "message": f"simulated fault: {phrase}", "type": phrase.replace(" ", ""), "param": None}
+        page = "<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>\r\n"
+        return Reply(status=502, content_type="text/html", body=page.encode())
+    status, body = refused(part.answered_status, "simulated fault")
     waits = {} if part.retry_after_s is None else {"Retry-After": f"{part.retry_after_s:g}"}
-    body = json.dumps({**error, "code": status}).encode()
     return Reply(status=status, content_type="application/json", body=body, headers=waits)

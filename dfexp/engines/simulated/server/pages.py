@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cache
+from http.client import responses
 from importlib.resources import files
 from itertools import accumulate
 from typing import Any
@@ -28,7 +29,7 @@ from dfexp.capacity.shape import GIB
 from dfexp.capacity.throughput import chunk_tokens, largest_graph
 from dfexp.engines.simulated.core import Line
 from dfexp.engines.simulated.server.spec import ServerSpec
-from dfexp.engines.simulated.server.text import CLOSE, OPEN, split_thought
+from dfexp.engines.simulated.server.text import CLOSE, OPEN
 
 DONE = b"data: [DONE]\n\n"
 """Ends a stream."""
@@ -166,8 +167,13 @@ def unauthorized() -> Refusal:
 
 def bad_request(words: str) -> Refusal:
     """A request that no server of this kind would answer."""
-    error = {"object": "error", "message": words, "type": "BadRequestError", "param": None, "code": 400}
-    return 400, packed(error)
+    return refused(400, words)
+
+
+def refused(status: int, words: str) -> Refusal:
+    """An error as SGLang words it."""
+    kind = responses.get(status, "Unknown").replace(" ", "").removesuffix("Error") + "Error"
+    return status, packed({"object": "error", "message": words, "type": kind, "param": None, "code": status})
 
 
 def packed(value: Any) -> bytes:
@@ -191,8 +197,8 @@ class Completion:
 
     def body(self, text: str, tokens: int, finish: str) -> bytes:
         """The whole answer: `tokens` of text, ended by "stop" or "length"."""
-        thought, answer = split_thought(text) if self.spec.reasoning_parser else (None, text)
-        return packed(self._page("chat", tokens, finish, content=answer or None, thought=thought))
+        thought, answer = self._parted(text, 0, len(text))
+        return packed(self._page("chat", tokens, finish, content=answer, thought=thought))
 
     def first(self) -> bytes:
         """The chunk that opens a stream."""
@@ -200,11 +206,8 @@ class Completion:
 
     def piece(self, text: str, start: int, end: int) -> bytes:
         """The chunk with `text[start:end]`; a reasoning parser tells thought and answer apart."""
-        if not (self.spec.reasoning_parser and text.startswith(OPEN)):
-            return self._chunk({"reasoning_content": None, "content": text[start:end]})
-        closed = text.index(CLOSE) if CLOSE in text else len(text)
-        thought, answer = text[max(start, len(OPEN)) : min(end, closed)], text[max(start, closed + len(CLOSE)) : end]
-        return self._chunk({"reasoning_content": thought or None, "content": answer or None})
+        thought, answer = self._parted(text, start, end)
+        return self._chunk({"reasoning_content": thought, "content": answer})
 
     def last(self, finish: str) -> bytes:
         """The chunk that says why the answer ended."""
@@ -213,6 +216,15 @@ class Completion:
     def usage(self, tokens: int) -> bytes:
         """The chunk with the counts, for a request that asked for it."""
         return b"data: %b\n\n" % packed(self._page("usage", tokens, None, delta=None))
+
+    def _parted(self, text: str, start: int, end: int) -> tuple[str | None, str | None]:
+        """What of `text[start:end]` is thought, and what answer, as far as a parser is there to tell."""
+        if not (self.spec.reasoning_parser and text.startswith(OPEN)):
+            return None, text[start:end] or None
+        closed = text.index(CLOSE) if CLOSE in text else len(text)
+        return text[max(start, len(OPEN)) : min(end, closed)] or None, text[
+            max(start, closed + len(CLOSE)) : end
+        ] or None
 
     def _chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
         return b"data: %b\n\n" % packed(self._page("chunk", 0, finish, delta=delta))
@@ -237,15 +249,13 @@ class Requests:
         label = str(streaming).lower() if self._is_split else ""
         for name, number in (("prompt_tokens", prompt), ("generation_tokens", tokens), ("num_requests", 1)):
             self._totals[name, label] += number
-        self._observe("time_to_first_token_seconds", label, first_s)
-        self._observe("e2e_request_latency_seconds", label, whole_s)
+        seen = [("time_to_first_token_seconds", label, first_s, 1), ("e2e_request_latency_seconds", label, whole_s, 1)]
         if tokens > 1 and (streaming or not self._is_split):
-            self._observe("inter_token_latency_seconds", "", (whole_s - first_s) / (tokens - 1), tokens - 1)
-
-    def _observe(self, name: str, label: str, seconds: float, times: int = 1) -> None:
-        counts = self._counts.setdefault((name, label), [0] * (len(self._buckets[name]) + 1))
-        counts[bisect_left(self._buckets[name], seconds)] += times
-        self._sums[name, label] += seconds * times
+            seen.append(("inter_token_latency_seconds", "", (whole_s - first_s) / (tokens - 1), tokens - 1))
+        for name, label, seconds, times in seen:
+            counts = self._counts.setdefault((name, label), [0] * (len(self._buckets[name]) + 1))
+            counts[bisect_left(self._buckets[name], seconds)] += times
+            self._sums[name, label] += seconds * times
 
     def add_to(self, page: _Metrics) -> None:
         """Put the series on a page; one without requests is absent."""
@@ -279,9 +289,9 @@ def metrics_page(
 ) -> str:
     """/metrics: the simulator's gauges and counters, and what finished requests add up to."""
     page, memory = _Metrics(spec), spec.config.memory
-    fixed = {"max_total_num_tokens": memory.max_total_num_tokens, "context_len": spec.config.server.context_length}
     own = {"num_used_tokens": gauges["kv_used_tokens"], "token_usage": round(gauges["token_usage"], 2)}
-    for name, value in {**gauges, **own, **fixed, "page_size": memory.resolved.page_size}.items():
+    own |= {"max_total_num_tokens": memory.max_total_num_tokens, "context_len": spec.config.server.context_length}
+    for name, value in {**gauges, **own}.items():
         page.add(GaugeMetricFamily, name, _RANKS, value)
     for name in ("num_retracted_reqs", "num_paused_reqs"):
         page.add(GaugeMetricFamily, name, {**_RANKS, "pid": str(spec.port)}, 0)

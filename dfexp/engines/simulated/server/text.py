@@ -80,14 +80,6 @@ def _ended(text: str) -> str:
     return (text[:-1].rpartition(" ")[0].rstrip(" ,.\n") or text[:-1]) + "."
 
 
-def split_thought(text: str) -> tuple[str | None, str]:
-    """Thought and answer of a text; None where there is no thought, and no answer where the thought does not end."""
-    if not text.startswith(OPEN):
-        return None, text
-    thought, _, answer = text[len(OPEN) :].partition(CLOSE)
-    return thought, answer
-
-
 def said(messages: Sequence[Mapping[str, Any]]) -> str:
     """All that messages say, one behind the other; parts that are not text count for nothing."""
     contents = [message.get("content") or "" for message in messages]
