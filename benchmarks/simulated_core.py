@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import resource
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def mean(gauges: list[dict[str, float]], name: str) -> float:
 def figures(setting: Setting, watched: Watched, looked_s: float) -> dict[str, float]:
     """The rows of the table."""
     memory = setting.memory()
-    completions, tokens = watched.run.completions(looked_s)
+    completions = bisect_right(watched.run.finished_s, looked_s)
+    tokens = sum(watched.run.tokens[:completions]) / completions
     gauges = watched.first
     return {
         "state slots": memory.max_mamba_cache_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -231,7 +230,86 @@ def test_the_whole_run_agrees_with_the_capacity_model(project: Path) -> None:
     run = simulate(setting, 16, 20_000)
     assert len(run.finished_s) == 20_000
     assert run.finished_s[-1] / 3600 == pytest.approx(setting.predict(setting.memory(), 16).hours(20_000, 2), rel=0.03)
-    number, mean = run.completions(run.finished_s[-1])
-    assert (number, mean) == (20_000, pytest.approx(setting.workload.completion.mean, rel=0.02))
-    again = simulate(replace(setting), 16, 20_000)
-    assert again.finished_s == run.finished_s
+    assert sum(run.tokens) / 20_000 == pytest.approx(setting.workload.completion.mean, rel=0.02)
+    assert simulate(setting, 16, 20_000).finished_s == run.finished_s
+
+
+def leftovers(project: Path) -> list[psutil.Process]:
+    """Living processes that name the project's folder in their command line or work in it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mine = process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE
+            if not mine and (str(project) in " ".join(process.cmdline()) or process.cwd().startswith(str(project))):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture
+def real(project: Path) -> Iterator[Path]:
+    """A project whose rehearsals run, and leave no process behind."""
+    yield project
+    assert control.wait_until(lambda: not leftovers(project), 15.0), leftovers(project)
+
+
+@pytest.mark.slow
+def test_two_variants_through_the_real_thing_and_again(real: Path) -> None:
+    """The second has a server that dies half way; each has its own rows, and a second time all is made anew."""
+    crash = {"kind": "crash", "server": 1, "at_s": 150.0}
+    path = rehearsal(
+        real, hours=0.08, variants={"calm": {"seen": {"at_s": 100, "num_running_reqs": 16}}, "dies": {
+            "fleet": {"faults": [crash]}, "generation": {"concurrency": "auto"}}},
+    )  # fmt: skip
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "dfexp.cli", "rehearse", str(path), "--json"], capture_output=True, text=True,
+            check=False, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    lines = json.loads(done.stdout)
+    assert json.loads((real / "outputs/rehearsals/rehearsal-simulated.json").read_text()) == lines
+    found = {(line["variant"], line["figure"]): line["simulated"] for line in lines}
+    assert found["calm", "num_running_reqs"] == pytest.approx(16, abs=0.5)
+    assert (found["calm", "restarts"], found["dies", "restarts"]) == (0, 1)
+    assert found["calm", "rows_failed"] == found["dies", "rows_failed"] == 0
+    for variant in read(path):
+        rows = list(read_rows(generate.run_folder(variant.spec, real).completions))
+        assert len({row["index"] for row in rows}) == len(rows) > 100
+        memory = variant.setting.memory()
+        assert found[variant.name, "max_running_requests"] == memory.max_running_requests
+        assert found[variant.name, "max_total_num_tokens"] == pytest.approx(memory.max_total_num_tokens, rel=0.01)
+        predicted = variant.setting.predict(memory, 16).tok_per_s
+        if variant.name == "calm":
+            assert found["calm", "steady_tok_per_s_per_gpu"] == pytest.approx(predicted, rel=0.05)
+            assert found["calm", "steady_fleet_tok_per_s"] == pytest.approx(2 * predicted, rel=0.07)
+    assert "small-calm" in os.listdir(real / "outputs" / "rehearsals")
+    assert not (real / "outputs" / "small").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_rehearsal_and_its_servers(real: Path, number: int) -> None:
+    """At speed 1 it would take an hour."""
+    argv = [
+        sys.executable,
+        "-m",
+        "dfexp.cli",
+        "rehearse",
+        "params/small.yaml",
+        "--speed",
+        "1",
+        "--set",
+        "fleet.load_s=0",
+    ]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    folder = real / "outputs" / "rehearsals" / "small-run"
+    (variant,) = read(real / "params" / "small.yaml")
+    run = generate.run_folder(variant.spec, real)
+    assert run.path == folder
+    assert control.wait_until(lambda: (control.read_status(run) or {}).get("in_flight", 0) > 0, 60.0)
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    assert control.living_process(run) is None
+    assert not leftovers(real)

@@ -9,10 +9,8 @@ the first row's submission.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ import pandas as pd
 
 from dfexp import generate, report
 from dfexp.capacity.planner import Setting
+from dfexp.errors import RunError
+from dfexp.metrics import from_log
 from dfexp.records import ServerLimits
 from dfexp.rehearse.drive import clock_of
 from dfexp.rehearse.variants import SeenPart, Variant
@@ -28,12 +28,7 @@ from dfexp.rehearse.whole import simulate
 from dfexp.tables import text
 from dfexp.virtual_time import VirtualTime
 
-_LINE = re.compile(r"^\[([\d-]+ [\d:]+)[^]]*\] Decode batch(.*)$", re.MULTILINE)
-_VALUE = re.compile(r", ([^:,]+): ([\d.]+)")
-_GAUGES = {
-    "#running-req": "num_running_reqs", "#queue-req": "num_queue_reqs", "full token usage": "full_token_usage",
-    "token usage": "full_token_usage", "mamba usage": "mamba_usage", "gen throughput (token/s)": "gen_throughput",
-}  # fmt: skip
+_GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput")
 _STEADY, _BIN_S = "steady_", 30.0
 """In so many seconds every server that works writes a line."""
 ABOUT = """\
@@ -82,9 +77,11 @@ def _label(figure: str) -> str:
 def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool) -> dict[str, float]:
     setting, clock = variant.setting, VirtualTime.read(clock_of(variant.spec, root))
     data = report.load(generate.run_folder(variant.spec, root), examples=0)
-    began_s = float(clock.of(data.rows["submitted_at"].min()))
+    if data.rows.empty:
+        raise RunError(f"the rehearsal {data.folder.name!r} completed no row. See {data.folder.log}; rehearse longer.")
+    began_s = float(clock.of(data.rows["submitted_at"].to_numpy()).min())
     finished_s = clock.of(data.rows["finished_at"].to_numpy()) - began_s
-    end_s = min(variant.hours * 3600, float(finished_s.max(initial=0.0)))
+    end_s = min(variant.hours * 3600, float(finished_s.max()))
     at_s = variant.seen.at_s if variant.seen else end_s
     tokens, servers = data.rows["completion_tokens"][finished_s <= at_s], (data.status or {})["servers"]
     lines = _lines(generate.fleet_folder(variant.spec, root).logs, clock, began_s)
@@ -100,25 +97,22 @@ def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool)
         "rows_failed": len(data.failures),
     }
     if whole:
-        run, gpus = (
-            simulate(setting, servers[0]["limit"], setting.prompts),
-            setting.servers * setting.server.flags.tp_size,
-        )
-        found |= {"whole_run_hours": run.finished_s[-1] / 3600, "whole_run_retractions": run.retracted}
-        found["whole_run_tok_per_s_per_gpu"] = sum(run.tokens) / run.finished_s[-1] / gpus
-        found["whole_run_cpu_s_to_simulate"] = run.cpu_s
+        run = simulate(setting, servers[0]["limit"], setting.prompts)
+        seconds, gpus = run.finished_s[-1], setting.servers * setting.server.flags.tp_size
+        found |= {"whole_run_hours": seconds / 3600, "whole_run_tok_per_s_per_gpu": sum(run.tokens) / seconds / gpus}
+        found |= {"whole_run_retractions": run.retracted, "whole_run_cpu_s_to_simulate": run.cpu_s}
     return found
 
 
 def _lines(logs: Path, clock: VirtualTime, began_s: float) -> pd.DataFrame:
     """The decode lines of all servers; `at_s` since the run's second 0."""
-    found = []
-    for path in logs.glob("server-*.log"):
-        for stamp, rest in _LINE.findall(path.read_text(encoding="utf-8", errors="replace")):
-            at_s = clock.of_stamp(datetime.fromisoformat(stamp).timestamp()) - began_s
-            gauges = {_GAUGES[name]: float(value) for name, value in _VALUE.findall(rest) if name in _GAUGES}
-            found.append({"server": path.name, "at_s": at_s, **gauges})
-    return pd.DataFrame(found, columns=["server", "at_s", *dict.fromkeys(_GAUGES.values())])
+    found = [
+        {**sample.to_json(), "at_s": clock.of_stamp(sample.at) - began_s}
+        for path in logs.glob("server-*.log")
+        for sample in from_log(path.read_text(encoding="utf-8", errors="replace"), server=path.name)
+        if sample.gen_throughput is not None
+    ]
+    return pd.DataFrame(found, columns=["server", "at_s", *_GAUGES])
 
 
 def _means(lines: pd.DataFrame, setting: Setting, after_s: float, until_s: float) -> dict[str, float]:

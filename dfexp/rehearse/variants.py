@@ -109,11 +109,11 @@ def _base(path: Path) -> dict[str, Any]:
         raise ParamsError(f"{path}: fleet.engine = {spec.fleet.engine!r} cannot be rehearsed, only 'sglang'.")
     tree = spec.model_dump(exclude_unset=True)
     # Ports are the real fleet's; the time that a start may take is that of real GPUs.
-    known = SimulatedFleet.model_fields.keys() - {"name", "first_port", "start_timeout_s"}
-    tree["fleet"] = {key: value for key, value in tree["fleet"].items() if key in known} | {"engine": "simulated"}
+    known = SimulatedFleet.model_fields.keys() - {"name", "first_port", "start_timeout_s", "plan"}
+    fleet = {key: value for key, value in tree["fleet"].items() if key in known}
     # Flags and servers of the fleet are launched, whatever the plan compares them with.
-    tree["plan"] = {key: value for key, value in (tree.get("plan") or {}).items() if key not in ("flags", "servers")}
-    return {**tree, "outputs": f"{spec.outputs}/rehearsals"}
+    plan = {**(tree.get("plan") or tree["fleet"].get("plan") or {}), "flags": None, "servers": None}
+    return {**tree, "fleet": {**fleet, "engine": "simulated"}, "plan": plan}
 
 
 def _variant(
@@ -122,9 +122,9 @@ def _variant(
     """One variant, understood. Raises ParamsError; CapacityError, UnknownGpu: its servers could not start."""
     tree = params.merge(base, part.model_dump(exclude_unset=True, exclude={"seen"}))
     tree["fleet"]["flags"] = part.fleet.get("flags", tree["fleet"].get("flags", {}))
-    spec = params.validate(
-        {**params.overlay(tree, overrides), "run": f"{base['run']}-{name}"}, "laid over the run file"
-    )
+    tree = params.overlay(tree, overrides)
+    apart = {"run": f"{base['run']}-{name}", "outputs": f"{tree.get('outputs', 'outputs')}/rehearsals"}
+    spec = params.validate({**tree, **apart}, "laid over the run file")
     if not isinstance(spec.fleet, SimulatedFleet):
         raise ParamsError(f"fleet.engine = {spec.fleet.engine!r}: rehearsals are of simulated servers. Leave it out.")
     if part.seen and part.seen.at_s > hours * 3600:

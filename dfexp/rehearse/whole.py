@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -33,11 +32,6 @@ class Whole:
     tokens: array[int] = field(default_factory=lambda: array("l"))
     retracted: int = 0
     cpu_s: float = 0.0
-
-    def completions(self, at_s: float) -> tuple[int, float]:
-        """Completions by then, and their mean tokens."""
-        number = bisect_right(self.finished_s, at_s)
-        return number, sum(self.tokens[:number]) / max(1, number)
 
 
 def simulate(
