@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -14,10 +20,12 @@ from dfexp import control, generate, params, rehearse
 from dfexp.engines.simulated.server.text import prompt_tokens
 from dfexp.errors import ParamsError, RunError
 from dfexp.jsonl import read_json, write_json
+from dfexp.layout import RunFolder
 from dfexp.params import SimulatedFleet
 from dfexp.records import ServerLimits
 from dfexp.rehearse import drive
 from dfexp.rehearse.whole import simulate
+from dfexp.shards import read_rows
 from dfexp.sources import messages_of
 from tests.finished_run import START, row, status, write_run
 
@@ -284,8 +292,7 @@ def test_two_variants_through_the_real_thing_and_again(real: Path) -> None:
         if variant.name == "calm":
             assert found["calm", "steady_tok_per_s_per_gpu"] == pytest.approx(predicted, rel=0.05)
             assert found["calm", "steady_fleet_tok_per_s"] == pytest.approx(2 * predicted, rel=0.07)
-    assert "small-calm" in os.listdir(real / "outputs" / "rehearsals")
-    assert not (real / "outputs" / "small").exists()
+    assert [path.name for path in (real / "outputs").iterdir()] == ["rehearsals"]
 
 
 @pytest.mark.slow
@@ -304,10 +311,7 @@ def test_a_signal_ends_a_rehearsal_and_its_servers(real: Path, number: int) -> N
         "fleet.load_s=0",
     ]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    folder = real / "outputs" / "rehearsals" / "small-run"
-    (variant,) = read(real / "params" / "small.yaml")
-    run = generate.run_folder(variant.spec, real)
-    assert run.path == folder
+    run = RunFolder(real / "outputs" / "rehearsals" / "small-run")
     assert control.wait_until(lambda: (control.read_status(run) or {}).get("in_flight", 0) > 0, 60.0)
     process.send_signal(number)
     assert process.wait(60) == 130
