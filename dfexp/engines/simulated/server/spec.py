@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import yaml
 
 from dfexp.capacity.flags import modelled, own_name
 from dfexp.capacity.plan_command import prepare
+from dfexp.capacity.planner import Setting
 from dfexp.capacity.workload import Lengths
 from dfexp.engines.simulated.core import Config
 from dfexp.params_plan import PlanGroup
@@ -74,7 +76,7 @@ def read_spec(argv: Sequence[str], folder: Path) -> ServerSpec:
     plan = PlanGroup.model_validate(simulation["plan"])
     planned = {own_name(name): value for name, value in (plan.flags or {}).items()}
     known = {"model": plan.model or given["model_path"], "flags": planned | modelled(flags), "prompts": 1}
-    setting = prepare(plan.model_copy(update={**known, "sglang_version": simulation["version"]}), []).setting
+    setting = _setting(plan.model_copy(update={**known, "sglang_version": simulation["version"]}).model_dump_json())
     config = Config.of(setting)
     return ServerSpec(
         version=simulation["version"],
@@ -95,6 +97,11 @@ def read_spec(argv: Sequence[str], folder: Path) -> ServerSpec:
         flags=flags,
         speed=simulation["speed"],
     )
+
+
+@cache  # fitting lengths takes time, and all servers of a fleet are alike
+def _setting(plan: str) -> Setting:
+    return prepare(PlanGroup.model_validate_json(plan), []).setting
 
 
 def parse_argv(argv: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,59 @@
+"""How long the virtual clock waits for a client that may still have to react, so that its own time costs none. Pure.
+
+A client keeps a number of requests in flight. When one is answered, the clock stands until another has come in its
+place; a client that does not send another is given up after a grace, which gets shorter each time.
+"""
+
+from __future__ import annotations
+
+GRACE_S, LEAST_GRACE_S, GRACE_FALL = 0.2, 0.001, 0.8
+"""The longest wait for a request in the place of one that was answered, and what a wait in vain makes of it."""
+QUIET_S = 0.05
+"""A client that is starting has sent all that it will when nothing has come for so long."""
+AWAY_S = 10.0
+"""How long the clock waits for a server that crashed or was stopped to be started again."""
+
+
+class Pace:
+    """One server's client. Times are real seconds of a clock that only goes forward.
+
+    Attributes:
+        in_flight: requests that the server has not answered.
+        target: how many of them the client seems to keep.
+
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = self.target = 0
+        self._grace_s, self._moved_s = GRACE_S, 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.in_flight == self.target
+
+    def arrived(self, now_s: float) -> None:
+        """A request came; after the grace too, it shows that the client goes on."""
+        self.in_flight, self._moved_s, self._grace_s = self.in_flight + 1, now_s, GRACE_S
+
+    def left(self, now_s: float) -> None:
+        """A request was answered, or its client hung up."""
+        self.in_flight, self._moved_s = self.in_flight - 1, now_s
+
+    def waits_until_s(self, now_s: float, *, has_queue: bool) -> float | None:
+        """The time until which the clock stands, unless something comes or goes before; None: it may move.
+
+        Args: has_queue, requests wait in the server, so that another one changes nothing yet.
+        """
+        if self.in_flight > self.target:
+            until_s = self._moved_s + QUIET_S
+        elif self.in_flight < self.target and not has_queue:
+            until_s = self._moved_s + self._grace_s
+        else:
+            return None
+        if now_s < until_s:
+            return until_s
+        if self.in_flight < self.target:
+            self._grace_s = max(LEAST_GRACE_S, self._grace_s * GRACE_FALL)
+        self.target = self.in_flight
+        return None

@@ -1,0 +1,257 @@
+"""One simulated server: its life, its requests, its log and its scheduled faults, on the host's virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from dfexp.engines.simulated.core import Event, Line, Simulator
+from dfexp.engines.simulated.server import pages
+from dfexp.engines.simulated.server.app import App
+from dfexp.engines.simulated.server.attach import taken
+from dfexp.engines.simulated.server.faults import Due, Faults
+from dfexp.engines.simulated.server.pace import Pace
+from dfexp.engines.simulated.server.spec import ServerSpec
+from dfexp.params_simulated import FaultPart
+
+if TYPE_CHECKING:
+    from dfexp.engines.simulated.server.host import Host
+
+WARM_UP = "warm-up", 25, 8, 8
+"""The request of a server to itself: its id, tokens of prompt and answer, max_new_tokens."""
+LARGEST_BODY = 2**26
+"""Bytes of a request."""
+_CRASHED = """\
+Scheduler hit an exception: Traceback (most recent call last):
+  File "sglang/srt/managers/scheduler.py", in run_scheduler_process
+RuntimeError: simulated crash"""
+_OUT_OF_MEMORY = """\
+Scheduler hit an exception: Traceback (most recent call last):
+  File "sglang/srt/model_executor/model_runner.py", in load_model
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (simulated)"""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """A request in flight.
+
+    Attributes:
+        arrived_s, first_s: virtual seconds of its arrival and of its first token.
+        prompt: tokens.
+        whole: tokens that its answer would have without a limit; 0 while the simulator does not have the request.
+        changed: set when its answer has ended, of a stream also when it may have grown.
+
+    """
+
+    number: int
+    arrived_s: float
+    prompt: int = 0
+    whole: int = 0
+    rid: str = ""
+    is_stream: bool = False
+    first_s: float = 0.0
+    ended: Event | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self) -> tuple[int, str]:
+        """Completion tokens of an answer that has ended, and its finish_reason."""
+        assert self.ended, "only then"
+        if self.ended.kind == "aborted":
+            return self.ended.tokens, "abort"
+        return self.ended.tokens, "stop" if self.ended.tokens >= self.whole else "length"
+
+
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=LARGEST_BODY)
+
+
+class Server:
+    """One server of a host.
+
+    Attributes:
+        url: without /v1.
+        is_ready: whether it serves.
+        health_status: of /health, unless that finds something worse.
+        jobs: what is in flight, by number.
+        turn: the host's mark of the event that comes next.
+
+    """
+
+    def __init__(
+        self, host: Host, spec: ServerSpec, sock: socket.socket, log: int | None, faults: Faults, start: int,
+        ended: Callable[[int], object] | None,
+    ) -> None:  # fmt: skip
+        self.host, self.spec, self.faults = host, spec, faults
+        self.simulator, self.pace, self.requests = Simulator(spec.config), Pace(), pages.Requests(spec)
+        self.jobs, self.health_status, self.is_ready, self.turn = dict[int, Job](), 200, False, -1
+        self.port: int = sock.getsockname()[1]
+        self.url = f"http://{spec.host}:{self.port}"
+        self._sock, self._log, self._start, self._ended = sock, log, start, ended
+        self._numbers, self._prefilled_s, self._warm = count(), host.clock.now_s, asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._web = web.Server(App(self).handle, request_factory=_request, handler_cancellation=True, access_log=None)
+
+    async def start(self) -> None:
+        """Load the model, listen, warm up. Returns when it serves, or has ended."""
+        live = self._begin(self._live())
+        for due in self.faults.due(self.host.clock.now_s):
+            self._begin(self._befall(due))
+        await asyncio.wait([live])
+        if not live.cancelled():
+            live.result()
+
+    def close(self) -> None:
+        """Close its port and cut every connection, at once."""
+        self.is_ready = False
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        with suppress(OSError):  # its process holds the socket too; this ends listening for both
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        for connection in self._web.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    def crash(self, words: str = _CRASHED) -> None:
+        """It ends by itself, with these last words in its log."""
+        self._print(words)
+        self.host.remove(self)
+        if self._ended is not None:
+            self._ended(1)
+
+    def take(self) -> Job:
+        """A request has come."""
+        job = Job(number=next(self._numbers), arrived_s=self.host.clock.now_s)
+        self.jobs[job.number] = job
+        self.pace.arrived(time.monotonic())
+        self.host.changed(self)
+        return job
+
+    def submit(self, job: Job, max_new: int) -> None:
+        """Hand a request over to the simulator. Raises PromptTooLong."""
+        self.simulator.submit(job.arrived_s, job.number, job.prompt, job.whole, max_new)
+        if job.is_stream:
+            self.host.streaming.add(self)
+        self.host.changed(self)
+
+    def generated(self, job: Job) -> int:
+        """Completion tokens so far of a request that was submitted."""
+        return job.ended.tokens if job.ended else self.simulator.generated(job.number)
+
+    def abort(self, rid: str, *, everything: bool) -> None:
+        """End the requests whose id begins so, or all; they are answered what there is."""
+        for job in self.jobs.values():
+            if job.whole and (everything or (rid and job.rid.startswith(rid))):
+                self.simulator.abort(job.number)
+        self.host.changed(self)
+
+    def leave(self, job: Job) -> None:
+        """It is answered, or its client has hung up: then the simulator gives it up too."""
+        if self.jobs.pop(job.number, None) is not None:
+            if job.ended is None:
+                self.simulator.abort(job.number)
+            if job.is_stream and not any(other.is_stream for other in self.jobs.values()):
+                self.host.streaming.discard(self)
+            self.pace.left(time.monotonic())
+            self.host.changed(self)
+
+    def advance(self, until_s: float) -> bool:
+        """Let its time pass; whether somebody waits for what came of it."""
+        awaited = False
+        for told in self.simulator.advance(until_s):
+            if isinstance(told, Line):
+                pending = self.simulator.pending_tokens()
+                words = pages.batch_line(self.spec, told, pending=pending, before_s=self._prefilled_s)
+                self._prefilled_s = told.at_s if told.new_seqs else self._prefilled_s
+                self._print(words, at_s=told.at_s)
+            elif told.request_id == WARM_UP[0] and told.kind == "finished":
+                self._warm.set()
+                awaited = True
+            elif isinstance(told.request_id, int) and told.request_id in self.jobs:
+                awaited |= self._tell(self.jobs[told.request_id], told)
+        if self in self.host.streaming:
+            for job in self.jobs.values():
+                if job.is_stream:
+                    job.changed.set()
+            awaited = True
+        return awaited
+
+    def _tell(self, job: Job, told: Event) -> bool:
+        """What happened to a request; whether it has ended."""
+        if told.kind == "first_token":
+            job.first_s = told.at_s
+        elif told.kind == "retracted":
+            self._print(pages.retract_line(1, job.prompt + told.tokens), at_s=told.at_s)
+        else:
+            job.ended = told
+            self.leave(job)
+            job.changed.set()
+            if told.kind == "finished":
+                times = {"first_s": job.first_s - job.arrived_s, "whole_s": told.at_s - job.arrived_s}
+                self.requests.finished(streaming=job.is_stream, prompt=job.prompt, tokens=told.tokens, **times)
+                self.host.completed += 1
+        return job.ended is not None
+
+    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.create_task(work))
+        return self._tasks[-1]
+
+    async def _live(self) -> None:
+        """From the start to being ready."""
+        host, (before, after) = self.host, pages.startup_lines(self.spec)
+        self._print(*before)
+        await host.reached(host.clock.now_s + self.spec.load_s)
+        if self.faults.fails_to_start(self._start):
+            self.crash(_OUT_OF_MEMORY)
+            return
+        try:
+            await asyncio.get_running_loop().create_server(self._web, sock=self._sock, backlog=2048)
+        except OSError as error:
+            self.crash(f"ERROR:    {taken(self.spec.host, self.port, error)}")
+            return
+        self._print(*after[:-1])
+        self.simulator.submit(host.clock.now_s, *WARM_UP)
+        host.changed(self)
+        await self._warm.wait()
+        self._print(after[-1])
+        self.is_ready = True
+
+    async def _befall(self, due: Due) -> None:
+        """Let a scheduled fault happen when its time comes, until it is over."""
+        await self.host.reached(due.at_s, wanted=False)
+        if due.part.kind == "crash":
+            self.crash()
+            return
+        self._turn(due.part, on=True)
+        if due.until_s is not None:
+            await self.host.reached(due.until_s)
+            self._turn(due.part, on=False)
+
+    def _turn(self, part: FaultPart, *, on: bool) -> None:
+        if part.kind == "hang":
+            self.simulator.hung = on
+        elif part.kind == "slow":
+            self.simulator.slowness = part.factor if on else 1.0
+        else:
+            self.health_status = part.answered_status if on else 200
+        self.host.changed(self)
+
+    def _print(self, *lines: str, at_s: float | None = None) -> None:
+        """Lines of the log, of now unless a virtual second is given."""
+        if self._log is not None:
+            clock = self.host.clock
+            stamp = pages.stamp(datetime.fromtimestamp(clock.zero_at + (clock.now_s if at_s is None else at_s)))
+            with suppress(OSError):  # a full disk ends no server
+                os.write(self._log, "".join(f"{stamp}{line}\n" for line in lines).encode())
