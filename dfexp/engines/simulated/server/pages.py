@@ -222,9 +222,8 @@ class Completion:
         if not (self.spec.reasoning_parser and text.startswith(OPEN)):
             return None, text[start:end] or None
         closed = text.index(CLOSE) if CLOSE in text else len(text)
-        return text[max(start, len(OPEN)) : min(end, closed)] or None, text[
-            max(start, closed + len(CLOSE)) : end
-        ] or None
+        thought, answer = text[max(start, len(OPEN)) : min(end, closed)], text[max(start, closed + len(CLOSE)) : end]
+        return thought or None, answer or None
 
     def _chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
         return b"data: %b\n\n" % packed(self._page("chunk", 0, finish, delta=delta))
