@@ -22,6 +22,7 @@ from dfexp.engines.simulated.core import Event, Line, Simulator
 from dfexp.engines.simulated.server import pages
 from dfexp.engines.simulated.server.spec import ServerSpec, read_spec
 from dfexp.engines.simulated.server.text import Writer
+from dfexp.metrics import from_log_line, from_metrics
 
 DATA = Path(__file__).parents[2] / "data"
 KEY = "sk-very-secret"
@@ -425,3 +426,37 @@ def test_retractions_and_aborts_show_once_there_are_some(make: Maker) -> None:
     assert retracted in real
     assert ours["sglang:num_aborted_requests_total", ("engine_type", "model_name")] == ("counter", 2.0)
     assert "sglang:num_requests_total" not in {name for name, _ in ours}  # those are counted where they are answered
+
+
+@VERSIONS
+@pytest.mark.parametrize("model", ["Qwen3.6-27B", "Qwen3-8B"])
+def test_lines_and_metrics_are_read_back_as_samples(make: Maker, version: str, model: str) -> None:
+    spec = make(version, *(NO_BUFFER[version] if model == "Qwen3.6-27B" else []), model=model)
+    simulator = Simulator(spec.config)
+    for number in range(300):
+        simulator.submit(0.0, number, 150, 400, 4096)
+    lines = [
+        told for _ in range(8) for told in simulator.advance(simulator.next_event_s() or 0.0) if isinstance(told, Line)
+    ]
+    assert {bool(line.new_seqs) for line in lines} == {False, True}
+    for line in lines:
+        words = pages.stamp(datetime(2026, 4, 14, tzinfo=UTC)) + pages.batch_line(spec, line, pending=0, before_s=0.0)
+        said = from_log_line(words, server="a", tz=UTC)
+        assert said
+        assert said.num_running_reqs == line.gauges["num_running_reqs"]
+        assert said.num_queue_reqs == line.gauges["num_queue_reqs"]
+        assert said.full_token_usage == pytest.approx(line.gauges["full_token_usage"], abs=0.005)
+        if not line.new_seqs:
+            assert said.kv_used_tokens == line.gauges["kv_used_tokens"]
+            assert said.gen_throughput == pytest.approx(line.gauges["gen_throughput"], abs=0.005)
+        if model == "Qwen3.6-27B":
+            assert said.mamba_usage == pytest.approx(line.gauges["mamba_usage"], abs=0.005)
+    gauges = simulator.gauges(simulator.next_event_s() or 0.0)
+    sample = from_metrics(
+        pages.metrics_page(spec, gauges, simulator.counters, pages.Requests(spec)), at=1.0, server="a"
+    )  # fmt: skip
+    assert sample
+    known = {name for name in gauges if model == "Qwen3.6-27B" or not name.startswith("mamba_")} - {"token_usage"}
+    assert {name: getattr(sample, name) for name in known} == {name: gauges[name] for name in known}
+    assert sample.max_total_num_tokens == spec.config.memory.max_total_num_tokens
+    assert sample.num_requests_total is None

@@ -292,8 +292,7 @@ def metrics_page(
     own |= {"max_total_num_tokens": memory.max_total_num_tokens, "context_len": spec.config.server.context_length}
     for name, value in {**gauges, **own}.items():
         page.add(GaugeMetricFamily, name, _RANKS, value)
-    for name in ("num_retracted_reqs", "num_paused_reqs"):
-        page.add(GaugeMetricFamily, name, {**_RANKS, "pid": str(spec.port)}, 0)
+    page.add(GaugeMetricFamily, "num_retracted_reqs", {**_RANKS, "pid": str(spec.port)}, 0)
     for name, value in counters.items():
         family, _, mode = name.removesuffix('"}').partition('{mode="')
         if family == "realtime_tokens_total":
