@@ -29,7 +29,7 @@ from dfexp.tables import text
 from dfexp.virtual_time import VirtualTime
 
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput")
-_STEADY, _BIN_S = "steady_", 30.0
+_BIN_S = 30.0
 """In so many seconds every server that works writes a line."""
 ABOUT = """\
 State slots, request cap, KV tokens: as a server said. From running to fleet tok/s: means of all servers' decode lines
@@ -69,13 +69,15 @@ def frame(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _label(figure: str) -> str:
-    field = SeenPart.model_fields.get(figure.removeprefix(_STEADY))
-    name = str(field.description) if field else figure.replace("_", " ")
-    return f"steady: {name}" if figure.startswith(_STEADY) else name
+    for start, name in (("steady_", "steady"), ("whole_run_", "whole run")):
+        if figure.startswith(start):
+            return f"{name}: {_label(figure.removeprefix(start))}"
+    field = SeenPart.model_fields.get(figure)
+    return str(field.description) if field else figure.replace("_", " ")
 
 
 def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool) -> dict[str, float]:
-    setting, clock = variant.setting, VirtualTime.read(clock_of(variant.spec, root))
+    setting, clock, said = variant.setting, VirtualTime.read(clock_of(variant.spec, root)), asdict(limits)
     data = report.load(generate.run_folder(variant.spec, root), examples=0)
     if data.rows.empty:
         raise RunError(f"the rehearsal {data.folder.name!r} completed no row. See {data.folder.log}; rehearse longer.")
@@ -87,12 +89,12 @@ def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool)
     lines = _lines(generate.fleet_folder(variant.spec, root).logs, clock, began_s)
     steady = _means(lines, setting, end_s / 2, end_s)
     found = {
-        **{name: value for name, value in asdict(limits).items() if value and name in SeenPart.model_fields},
+        **{name: said[name] for name in SeenPart.model_fields if said.get(name)},
         **_means(lines, setting, at_s / 2, at_s),
         "completions": len(tokens),
         "mean_completion_tokens": float(tokens.mean()),
         "completions_per_s": len(tokens) / at_s,
-        **{_STEADY + name: value for name, value in steady.items()},
+        **{f"steady_{name}": value for name, value in steady.items()},
         "restarts": sum(server["restarts"] for server in servers),
         "rows_failed": len(data.failures),
     }
