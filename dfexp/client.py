@@ -2,23 +2,25 @@
 
 `ServerClient` wraps one ready `openai.AsyncOpenAI` per server. It never retries on its own, except once when a server
 names the sizes of prompt and context: then the same request goes out again with the room that is left. Works with
-openai 2.6 to 3.x: their HTTP layers differ (httpx, httpx2), but both carry aiohttp's errors as causes, and only those
-tell apart what matters (a server that hangs up shows as a connect timeout above them).
+openai 2.6 to 3.x. What failed is told by openai's errors and by aiohttp's, which they carry as causes: only those tell
+a request that was never sent from one whose answer was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from types import MappingProxyType
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import aiohttp
 import openai
-from openai.types.chat import ChatCompletion
 
 from dfexp.errors import (
     BadAnswer,
@@ -34,6 +36,10 @@ from dfexp.jsonl import repair_text
 from dfexp.records import Answer, Message
 
 CONNECT_TIMEOUT_S = 10.0
+
+_KEEP_ALIVE_S = 4.0  # uvicorn closes after 5 s, and a request that crosses with its closing is lost
+_PLAIN = {"extra_json", "security"}  # options of openai that ask for nothing beyond the body
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 # Ways in which servers state the two sizes; each has groups `context` and `prompt` (tokens).
 _SIZES = (
@@ -80,8 +86,56 @@ def first_max_tokens(messages: Sequence[Message], context_length: int | None, ca
     return room if cap is None else min(cap, room)
 
 
+class LeanOpenAI(openai.AsyncOpenAI):
+    """An `AsyncOpenAI` that hands a plain POST of JSON straight to aiohttp; all else goes openai's own way.
+
+    The same types come back and the same errors are raised. openai's own way from a body to an answer takes several
+    times the CPU of sending it (docs/decisions.md), which a few hundred requests in flight cannot afford.
+    """
+
+    session: aiohttp.ClientSession | None = None  # none in copies, such as `with_options` makes
+    root = ""  # the base URL as text
+
+    async def post(
+        self, path: str, *, cast_to: Any, body: Any = None, options: Any = _NONE, stream: bool = False, **more: Any
+    ) -> Any:
+        """As `AsyncOpenAI.post`; `cast_to` object gives the JSON value as it came. Raises what openai raises."""
+        is_model = isinstance(cast_to, type) and issubclass(cast_to, openai.BaseModel)
+        is_plain = not (stream or more.get("files") or more.get("content")) and options.keys() <= _PLAIN
+        if self.session is None or not is_plain or not (is_model or cast_to is object):
+            return await super().post(path, cast_to=cast_to, body=body, options=options, stream=stream, **more)
+        url, fields = self.root + path, {**(body or {}), **(options.get("extra_json") or {})}
+        headers = {**self.auth_headers, "Content-Type": "application/json", "User-Agent": self.user_agent}
+        try:
+            async with self.session.post(url, data=json.dumps(fields).encode(), headers=headers) as reply:
+                body = await reply.read()
+        except (aiohttp.ClientError, OSError) as error:
+            kind = openai.APITimeoutError if isinstance(error, TimeoutError) else openai.APIConnectionError
+            raise kind(request=self._client.build_request("POST", url)) from error
+        if not 200 <= reply.status < 300:
+            raise self._status_error(url, reply, body)
+        try:
+            value = json.loads(body)
+        except ValueError:
+            if reply.content_type.endswith("json"):
+                raise
+            return body.decode("utf-8", "replace")
+        return cast_to.construct(**value) if is_model and isinstance(value, dict) else value
+
+    def _status_error(self, url: str, reply: aiohttp.ClientResponse, body: bytes) -> openai.APIStatusError:
+        """The error that openai makes of such a response."""
+        request = self._client.build_request("POST", url)
+        http = sys.modules[type(request).__module__.partition(".")[0]]  # httpx; httpx2 from openai 3 on
+        headers = [(name, value) for name, value in reply.headers.items() if name.lower() != "content-encoding"]
+        response = http.Response(reply.status, headers=headers, content=body, request=request)
+        return self._make_status_error_from_response(response)
+
+
 class ServerClient:
-    """A ready client of one server; close it with `aclose`. Safe for any number of requests at once."""
+    """A ready client of one server; close it with `aclose`. Safe for any number of requests at once.
+
+    Made inside a running event loop. `openai` is the `AsyncOpenAI` underneath, for whatever else the server offers.
+    """
 
     def __init__(self, *, url: str, key: str | None, model: str, connections: int) -> None:
         """Args: url without /v1; key or None; model name to send; connections, the most requests in flight."""
@@ -90,12 +144,19 @@ class ServerClient:
         limits = openai.DEFAULT_CONNECTION_LIMITS.__class__(
             max_connections=connections, max_keepalive_connections=connections
         )
-        self._openai = openai.AsyncOpenAI(
+        self.openai = LeanOpenAI(
             base_url=f"{url}/v1",
             api_key=key or "none",
             max_retries=0,
             timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # the whole answer has a limit of its own
             http_client=openai.DefaultAioHttpClient(limits=limits, trust_env=not loopback),
+        )
+        self.openai.root = f"{url}/v1"
+        self.openai.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
+            trust_env=not loopback,
         )
 
     async def complete(
@@ -136,23 +197,25 @@ class ServerClient:
         self, messages: Sequence[Message], max_tokens: int | None, timeout_s: float, sampling: Mapping[str, Any]
     ) -> Answer:
         submitted_at, start = time.time(), time.monotonic()
-        body = dict(sampling) if max_tokens is None else {**sampling, "max_tokens": max_tokens}
+        body: dict[str, Any] = {"model": self.model, "messages": messages, **sampling}
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._openai.chat.completions.create(
-                    model=self.model, messages=cast(Any, messages), extra_body=body
-                )
+                reply = await self.openai.post("/chat/completions", cast_to=object, body=body)
         except TimeoutError:
             raise TimedOut(f"no whole answer in {timeout_s:.0f} s, the most that an answer may take") from None
-        except (openai.OpenAIError, aiohttp.ClientError) as error:  # bytes that are no HTTP are no openai error in 3.x
+        except openai.OpenAIError as error:
             _raise_classified(error)
-        except ValueError as error:  # a body that says it is JSON and is not
+        except (ValueError, RecursionError) as error:  # a body that says it is JSON and is not
             raise BadAnswer(f"the answer is not JSON: {error}") from error
         return _read(reply, max_tokens, submitted_at, time.monotonic() - start)
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self._openai.close()
+        if self.openai.session is not None:
+            await self.openai.session.close()
+        await self.openai.close()
 
 
 class _SizesNamed(RequestError):
@@ -163,16 +226,17 @@ class _SizesNamed(RequestError):
         self.sizes = sizes
 
 
-def _read(reply: Any, max_tokens: int | None, submitted_at: float, latency_s: float) -> Answer:
+def _read(reply: object, max_tokens: int | None, submitted_at: float, latency_s: float) -> Answer:
     """The answer in a 200 reply. Raises BadAnswer unless it is a chat completion with a text."""
-    if not isinstance(reply, ChatCompletion):
+    if not isinstance(reply, dict):
         raise BadAnswer(f"HTTP 200 with no chat completion: {_cut(str(reply))}", status=200)
-    choices = getattr(reply, "choices", None)
-    if not isinstance(choices, list) or len(choices) != 1 or getattr(choices[0], "message", None) is None:
-        raise BadAnswer(f"HTTP 200 without exactly one choice: {_cut(repr(choices))}", status=200)
-    message = choices[0].message
+    choices = reply.get("choices")
+    choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or not isinstance(message, dict):
+        raise BadAnswer(f"HTTP 200 without exactly one choice: {_cut(repr(choices or reply))}", status=200)
     text, flags = _joined_text(message)
-    usage = getattr(reply, "usage", None)
+    usage = reply.get("usage")
     prompt_tokens, completion_tokens = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
     if completion_tokens is None:
         flags.append("no_usage")
@@ -181,7 +245,7 @@ def _read(reply: Any, max_tokens: int | None, submitted_at: float, latency_s: fl
         flags.append("surrogates_repaired")
     if not text.strip():
         flags.append("empty")
-    ended = choices[0].finish_reason
+    ended = choice.get("finish_reason")
     return Answer(
         text=text,
         finish_reason=ended if isinstance(ended, str) else None,
@@ -194,10 +258,10 @@ def _read(reply: Any, max_tokens: int | None, submitted_at: float, latency_s: fl
     )
 
 
-def _joined_text(message: Any) -> tuple[str, list[str]]:
+def _joined_text(message: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The raw generation: a thought that the server split off is put back inline, as the model wrote it."""
-    content = getattr(message, "content", None)
-    thought = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    content = message.get("content")
+    thought = message.get("reasoning_content") or message.get("reasoning")
     for part in (content, thought):
         if part is not None and not isinstance(part, str):
             raise BadAnswer(
@@ -208,8 +272,8 @@ def _joined_text(message: Any) -> tuple[str, list[str]]:
     return f"<think>\n{thought.strip()}\n</think>\n\n{(content or '').lstrip()}", ["reasoning_rejoined"]
 
 
-def _count(usage: Any, name: str) -> int | None:
-    value = getattr(usage, name, None)
+def _count(usage: object, name: str) -> int | None:
+    value = usage.get(name) if isinstance(usage, dict) else None
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53  # as JSON readers have it
     return value if is_count else None
 

@@ -46,8 +46,8 @@ class Completion:
     flags: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The row as it is written, keys in the order of the fields."""
-        return asdict(self)
+        """The row as it is written, keys in the order of the fields; what they hold is shared, not copied."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

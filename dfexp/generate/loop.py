@@ -81,7 +81,7 @@ class Loop:
         self._state = "running"
         self._reason: str | None = None
         self._drain_until: float | None = None
-        self._next_status = 0.0
+        self._next_status = self._next_look = 0.0
         self._all_down_since: float | None = None
         self._refused_since: float | None = None
         self._rolling = Rolling(
@@ -281,7 +281,10 @@ class Loop:
             self._s.events.record("run_failed", detail=reason)
 
     def _obey(self) -> None:
-        """Commands from other processes, and the loss of the one that started this."""
+        """Commands from other processes, and the loss of the one that started this; both cost a look at the disk."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + TICK_S
         for command in control.take_commands(self._s.folder, self._s.me):
             if command.verb in (control.STOP, control.STOP_NOW):
                 self.ask_to_stop(command.args.get("reason", "asked to stop"), now=command.verb == control.STOP_NOW)

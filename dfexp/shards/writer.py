@@ -228,9 +228,12 @@ class Shards:
         if type(item.index) is not int or not 0 <= item.index < self._manifest.total:
             raise ShardError(f"index {item.index!r} is not in 0..{self._manifest.total - 1}, the prompts of this run.")
         try:
-            record, is_repaired = repair(item.to_json())
-            if is_repaired and isinstance(item, Completion) and _REPAIRED not in item.flags:
-                record["flags"].append(_REPAIRED)
+            record = item.to_json()
+            line = encode_line(record)
+            if b"\\ud" not in line or not repair(record)[1]:  # nearly all rows: no surrogate, or only whole pairs
+                return line
+            if isinstance(item, Completion) and _REPAIRED not in item.flags:
+                record["flags"] = [*item.flags, _REPAIRED]
             return encode_line(record)
         except (ValueError, TypeError, RecursionError) as error:
             raise ShardError(f"row {item.index} cannot be written as JSON: {error}.") from error
