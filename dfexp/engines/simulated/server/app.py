@@ -106,7 +106,7 @@ class App:
         try:
             body = ChatBody.model_validate_json(data)
         except ValidationError as error:
-            return answer(*pages.bad_request(str(error.errors(include_url=False))))
+            return answer(*pages.bad_request(str(error.errors(include_url=False, include_input=False))))
         key, job.prompt = request_key(body.messages, spec.seed, body.seed), prompt_tokens(body.messages)
         fault = server.faults.of_request(key, said(body.messages), job.arrived_s)
         kind = fault.kind if fault else ""
@@ -208,17 +208,15 @@ class App:
         return answer(200)
 
     async def _flush_cache(self, request: web.BaseRequest) -> web.StreamResponse:
-        words = (
-            "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests,"
-        )
-        words += " the operation will not be performed.)\n"
+        words = "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, "
+        words += "the operation will not be performed.)\n"
         return answer(400 if self._server.jobs else 200, words.encode(), "text/plain")
 
     async def _abort_request(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             wanted = AbortBody.model_validate_json(await request.read())
         except ValidationError as error:
-            return answer(*pages.bad_request(str(error.errors(include_url=False))))
+            return answer(*pages.bad_request(str(error.errors(include_url=False, include_input=False))))
         self._server.abort(wanted.rid, everything=wanted.abort_all)
         return answer(200)
 

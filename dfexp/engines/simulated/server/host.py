@@ -173,9 +173,11 @@ class Host:
         self._changed.clear()
         while self._events and self._events[0][1] != self._events[0][2].turn:
             heappop(self._events)
-        while self._wanted and self._wanted[0][2].done():
-            heappop(self._wanted)
-        return min((heap[0][0] for heap in (self._events, self._wanted) if heap), default=None)
+        for timers in (self._wanted, self._passive):
+            while timers and timers[0][2].done():
+                heappop(timers)
+        due_s = min((heap[0][0] for heap in (self._events, self._wanted) if heap), default=None)
+        return due_s if due_s is None or not self._passive else min(due_s, self._passive[0][0])
 
     def _go(self, due_s: float) -> bool:
         """Do what is due; whether somebody waits for it."""

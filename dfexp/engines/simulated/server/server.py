@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 WARM_UP = "warm-up", 25, 8, 8
 """The request of a server to itself: its id, tokens of prompt and answer, max_new_tokens."""
-LARGEST_BODY = 2**26
-"""Bytes of a request."""
+LARGEST_BODY, BACKLOG = 2**26, 2048
+"""Bytes of a request, and connections that may come at once."""
 _CRASHED = """\
 Scheduler hit an exception: Traceback (most recent call last):
   File "sglang/srt/managers/scheduler.py", in run_scheduler_process
@@ -92,21 +92,24 @@ class Server:
         self, host: Host, spec: ServerSpec, sock: socket.socket, log: int | None, faults: Faults, start: int,
         ended: Callable[[int], object] | None,
     ) -> None:  # fmt: skip
-        self.host, self.spec, self.faults = host, spec, faults
+        self.port: int = sock.getsockname()[1]
+        self.host, self.spec, self.faults = host, replace(spec, port=self.port), faults
         self.simulator, self.pace, self.requests = Simulator(spec.config), Pace(), pages.Requests(spec)
         self.jobs, self.health_status, self.is_ready, self.turn = dict[int, Job](), 200, False, -1
-        self.port: int = sock.getsockname()[1]
-        self.url = f"http://{spec.host}:{self.port}"
+        self.url = f"http://{self.spec.address}"
         self._sock, self._log, self._start, self._ended = sock, log, start, ended
         self._numbers, self._prefilled_s, self._warm = count(), host.clock.now_s, asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._listener: asyncio.Server | None = None
         self._web = web.Server(App(self).handle, request_factory=_request, handler_cancellation=True, access_log=None)
 
     async def start(self) -> None:
         """Load the model, listen, warm up. Returns when it serves, or has ended."""
         live = self._begin(self._live())
         for due in self.faults.due(self.host.clock.now_s):
-            self._begin(self._befall(due))
+            # The clock stands while a crashed server is away: it comes back in the moment of its crash.
+            if due.part.kind != "crash" or due.at_s > self.host.clock.now_s or self._start == 1:
+                self._begin(self._befall(due))
         await asyncio.wait([live])
         if not live.cancelled():
             live.result()
@@ -119,7 +122,7 @@ class Server:
                 task.cancel()
         with suppress(OSError):  # its process holds the socket too; this ends listening for both
             self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        (self._listener or self._sock).close()
         for connection in self._web.connections:
             if connection.transport is not None:
                 connection.transport.abort()
@@ -217,7 +220,8 @@ class Server:
             self.crash(_OUT_OF_MEMORY)
             return
         try:
-            await asyncio.get_running_loop().create_server(self._web, sock=self._sock, backlog=2048)
+            loop = asyncio.get_running_loop()
+            self._listener = await loop.create_server(self._web, sock=self._sock, backlog=BACKLOG)
         except OSError as error:
             self.crash(f"ERROR:    {taken(self.spec.host, self.port, error)}")
             return

@@ -1,0 +1,74 @@
+"""The waiting rules, on a clock that the tests move."""
+
+from __future__ import annotations
+
+from dfexp.engines.simulated.server.pace import GRACE_S, LEAST_GRACE_S, QUIET_S, Pace
+
+
+def started(requests: int) -> Pace:
+    """A client that keeps so many requests in flight; its last one came at 0."""
+    pace = Pace()
+    for _ in range(requests):
+        pace.arrived(0.0)
+    assert pace.waits_until_s(QUIET_S, has_queue=False) is None
+    assert pace.is_settled
+    return pace
+
+
+def test_a_client_that_starts_is_waited_for_until_nothing_more_comes() -> None:
+    pace = Pace()
+    pace.arrived(1.0)
+    assert pace.waits_until_s(1.01, has_queue=False) == 1.0 + QUIET_S
+    pace.arrived(1.04)
+    assert pace.waits_until_s(1.06, has_queue=True) == 1.04 + QUIET_S
+    assert pace.waits_until_s(1.04 + QUIET_S, has_queue=False) is None
+    assert (pace.target, pace.is_settled) == (2, True)
+
+
+def test_a_full_server_waits_for_nothing() -> None:
+    assert started(3).waits_until_s(0.0, has_queue=False) is None
+
+
+def test_an_answered_request_is_waited_for_until_another_comes_in_its_place() -> None:
+    pace = started(3)
+    pace.left(5.0)
+    assert pace.waits_until_s(5.0, has_queue=False) == 5.0 + GRACE_S
+    pace.arrived(5.1)
+    assert pace.waits_until_s(5.1, has_queue=False) is None
+    assert pace.target == 3
+
+
+def test_nothing_waits_while_requests_are_queued() -> None:
+    pace = started(3)
+    pace.left(5.0)
+    assert pace.waits_until_s(5.0, has_queue=True) is None
+    assert pace.target == 3
+    assert pace.waits_until_s(5.0, has_queue=False) == 5.0 + GRACE_S
+
+
+def test_every_answer_and_every_arrival_gives_the_client_its_time_anew() -> None:
+    pace = started(4)
+    pace.left(5.0)
+    pace.left(5.1)
+    assert pace.waits_until_s(5.15, has_queue=False) == 5.1 + GRACE_S
+    pace.arrived(5.2)
+    assert pace.waits_until_s(5.25, has_queue=False) == 5.2 + GRACE_S
+
+
+def test_waits_in_vain_get_shorter_and_a_client_that_goes_on_is_trusted_again() -> None:
+    pace, now_s, waits = started(64), 10.0, []
+    for _ in range(40):
+        pace.left(now_s)
+        until_s = pace.waits_until_s(now_s, has_queue=False)
+        assert until_s is not None
+        waits.append(until_s - now_s)
+        now_s = until_s
+        assert pace.waits_until_s(now_s, has_queue=False) is None
+        assert pace.is_settled
+    assert waits[1] < waits[0]
+    assert sum(waits) < 1.1, "the end of a run costs about a second"
+    assert abs(waits[-1] - LEAST_GRACE_S) < 1e-6
+    pace.arrived(now_s)
+    assert pace.waits_until_s(now_s + QUIET_S, has_queue=False) is None
+    pace.left(now_s + 1)
+    assert pace.waits_until_s(now_s + 1, has_queue=False) == now_s + 1 + GRACE_S
