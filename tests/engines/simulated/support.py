@@ -13,18 +13,28 @@ from tests.capacity.support import AFTER, GPU, plan, server
 
 
 def config(
-    *, tokens: int, cap: int, slots: int = 1000, page: int = 1, radix: bool = True, interval: int = 40, **flags: Any
+    *,
+    tokens: int,
+    cap: int,
+    slots: int = 1000,
+    page: int = 1,
+    radix: bool = True,
+    overlap: bool = False,
+    interval: int = 40,
+    late: bool = True,
+    **flags: Any,
 ) -> Config:
     """A server with these pools, on one RTX PRO 6000; `flags` beat those of the reference run's second setting."""
     given: Flags = replace(AFTER, **flags)
     memory = plan(AFTER)
-    resolved = replace(memory.resolved, page_size=page, radix_cache=radix)
+    resolved = replace(memory.resolved, page_size=page, radix_cache=radix, overlap=overlap)
     memory = replace(memory, max_total_num_tokens=tokens, max_mamba_cache_size=slots, max_running_requests=cap)
     return Config(
         server=server(given),
         memory=replace(memory, resolved=resolved),
         efficiency=GPU.efficiency,
         log_interval=interval,
+        settles_late=late,
     )
 
 
@@ -77,6 +87,10 @@ class SlowServer:
         while self.arrivals or self.queue or self.running or self.chunked:
             while self.arrivals and self.arrivals[0][0] <= self.now_s:
                 self.queue.append(self.arrivals.pop(0)[1])
+            if not (self.config.settles_late and self.alive()):
+                self.drop_ended()
+            if not (self.queue or self.running or self.chunked or self.arrivals):
+                break
             if not (self.queue or self.running or self.chunked):
                 self.now_s, self.ratio = self.arrivals[0][0], 0.7 * self.flags.schedule_conservativeness
                 continue
@@ -98,14 +112,25 @@ class SlowServer:
         return ceil(tokens / page) * page
 
     def used(self) -> int:
-        held = [*self.running, *([self.chunked] if self.chunked else [])]
+        held = [*self.alive(), *([self.chunked] if self.chunked else [])]
         return sum(self.paged(each.kv) for each in held)
+
+    def alive(self) -> list[Slow]:
+        return [each for each in self.running if each.out < each.output]
+
+    def drop_ended(self) -> None:
+        """Those that have ended leave the running batch, and another may be admitted."""
+        if len(self.alive()) < len(self.running):
+            self.full = False
+        self.running = self.alive()
 
     def admit(self) -> list[tuple[Slow, int]]:
         batch: list[tuple[Slow, int]] = []
         page, chunk = self.config.memory.resolved.page_size, self.flags.chunked_prefill_size or 0
         reserved = sum(min(each.max_new - each.out, 4096) for each in self.running) * self.ratio
         room = self.config.memory.max_total_num_tokens - self.used() - reserved
+        cap = self.config.memory.max_running_requests
+        places = min(cap - len(self.running), cap - len(self.alive()) - bool(self.chunked and self.config.settles_late))
         if self.chunked:
             request, left = self.chunked, self.chunked.prompt + self.chunked.out - self.chunked.kv
             take = min(left, chunk)
@@ -120,10 +145,7 @@ class SlowServer:
         while self.queue and not self.full and chunk > 0:
             request = self.queue[0]
             extend = request.prompt + request.out
-            if (
-                len(self.running) + len(batch) >= self.config.memory.max_running_requests
-                or extend + min(request.max_new - request.out, 4096) + page >= room
-            ):
+            if len(batch) >= places or extend + min(request.max_new - request.out, 4096) + page >= room:
                 self.full = True
             else:
                 take = extend if self.paged(extend) <= chunk else chunk // page * page
@@ -141,17 +163,22 @@ class SlowServer:
             request.kv += take
         lengths = sum(take * request.kv for request, take in batch) / tokens
         self.now_s += prefill_s(self.config.server, self.config.efficiency, tokens, lengths)
+        if self.chunked or not self.running:
+            self.full = False
         for request, _ in batch:
             if request is self.chunked:
-                self.full = False
                 continue
             request.out += 1
-            self.running.append(request)
             if request.out == 1:
                 self.told.append((self.now_s, "first_token", request.id, 1))
-        self.end()
+            if request.out < request.output:
+                self.running.append(request)
+            else:
+                self.full = False
+                self.told.append((self.now_s, "finished", request.id, request.out))
 
     def decode(self) -> None:
+        self.drop_ended()
         total, page = self.config.memory.max_total_num_tokens, self.config.memory.resolved.page_size
 
         def fits() -> bool:
@@ -176,13 +203,9 @@ class SlowServer:
             request.out += 1
         context = sum(each.kv for each in self.running) / len(self.running)
         self.now_s += decode_step_s(self.config.server, self.config.efficiency, len(self.running), context)
-        self.end()
-
-    def end(self) -> None:
-        for request in [each for each in self.running if each.out >= each.output]:
-            self.running.remove(request)
-            self.full = False
-            self.told.append((self.now_s, "finished", request.id, request.out))
+        for request in self.running:
+            if request.out >= request.output:
+                self.told.append((self.now_s, "finished", request.id, request.out))
 
 
 def slow(server_config: Config, requests: list[tuple[float, Sizes]]) -> SlowServer:

@@ -23,6 +23,7 @@ SERVERS = st.builds(
     slots=st.integers(24, 60),
     chunked_prefill_size=st.sampled_from([64, 208, 8192]),
     schedule_conservativeness=st.sampled_from([1.0, 0.3]),
+    late=st.booleans(),
 )
 
 
@@ -48,6 +49,7 @@ def test_jumps_give_what_single_steps_give_where_requests_are_retracted() -> Non
             cap=chance.randint(8, 20),
             page=chance.choice([1, 1, 16]),
             schedule_conservativeness=0.01,
+            late=seed % 2 == 0,
             chunked_prefill_size=chance.choice([64, 208, 8192]),
         )
         requests = [

@@ -17,6 +17,8 @@ from dfexp.capacity.planner import Setting
 from dfexp.capacity.throughput import SLOTS_HELD, largest_graph
 from dfexp.hardware import Efficiency
 
+SETTLED_AT_ONCE = 23
+"""The patch of 0.5 since which a place is free as soon as its request has ended; see `Config.settles_late`."""
 KEPT_SLOTS = 2
 """State slots that the radix cache keeps of a finished request: one at the prompt's end, one at the answer's."""
 Straight = tuple[float, float]
@@ -31,6 +33,8 @@ class Config:
         host_s: seconds of the scheduler per step where it does not overlap with the GPU. The reference run shows no
             such loss in its setting without overlap.
         log_interval: decode steps from one log line to the next.
+        settles_late: versions before 0.5.23 drop an ended request from the running batch when the next decode step
+            begins, so that its place is given away one step later, and count the place of a chunked prompt twice.
 
     """
 
@@ -39,11 +43,17 @@ class Config:
     efficiency: Efficiency
     host_s: float = 0.0
     log_interval: int = 40
+    settles_late: bool = True
 
     @classmethod
     def of(cls, setting: Setting) -> Config:
         """The server of a planner's setting. Raises CapacityError: SGLang refuses the flags, or nothing fits."""
-        return cls(server=setting.server, memory=setting.memory(), efficiency=setting.efficiency)
+        return cls(
+            server=setting.server,
+            memory=setting.memory(),
+            efficiency=setting.efficiency,
+            settles_late=not setting.rules.since(SETTLED_AT_ONCE),
+        )
 
     def step_lines(self, running: int) -> tuple[Straight, Straight]:
         """The time of a decode step is the higher of these: by bytes, and by FLOPs.
@@ -67,7 +77,7 @@ def padded_batch(running: int, largest: int) -> int:
 
 
 class Pools:
-    """Who holds what at which decode step. A request in prefill holds its whole prompt; no step passes meanwhile."""
+    """Who holds what at which decode step."""
 
     def __init__(self, config: Config) -> None:
         memory, resolved = config.memory, config.memory.resolved

@@ -93,12 +93,15 @@ class Simulator:
         self._first_ratio = min(RESERVE_RATIO * config.server.flags.schedule_conservativeness, 1.0)
         self._decay = self._first_ratio * (1 - LOWEST_RESERVE) / RATIO_STEPS
         self._ratio, self._full, self._now_s, self._steps, self._order = self._first_ratio, False, 0.0, 0, count()
+        self._overlap, self._lag = config.memory.resolved.overlap, 0
         self._requests: dict[RequestId, _Request] = {}
         self._arrivals: list[tuple[float, int, _Request]] = []
         self._queue: deque[_Request] = deque()
         self._batch: list[tuple[_Request, int]] = []  # what is being prefilled, with its tokens
         self._chunked: _Request | None = None
         self._running: list[tuple[int, int, _Request]] = []  # a heap by the step that completes the answer
+        self._leaving: list[_Request] = []  # have ended, and count until the next decode step has begun
+        self._unseen: list[_Request] = []  # have ended in the last batch, which the scheduler has not seen yet
         self._move: tuple[float, int] | None = None  # end of what is under way, and its decode steps
         self._told: list[Event | Line] = []
         self._step_lines, self._decode_line = cache(config.step_lines), (0.0, 0)
@@ -116,7 +119,7 @@ class Simulator:
         request = _Request(request_id, prompt, max(1, min(output, max_new)), max_new, next(self._order))
         self._requests[request_id] = request
         heappush(self._arrivals, (at_s, request.order, request))
-        self._move = self._move if self._batch else None  # a prefill batch, once formed, stays
+        self._cut()
 
     def abort(self, request_id: RequestId) -> None:
         """End a request: at once while it is queued, else with its next token. One that has ended stays as it is."""
@@ -128,7 +131,12 @@ class Simulator:
             request.aborted, request.output = True, request.done + 1  # counts where its prefill is not over
             self._running = [(step if each is request else end, at, each) for end, at, each in self._running]
             heapify(self._running)
-        self._move = self._move if self._batch else None  # a prefill batch, once formed, stays
+        self._cut()
+
+    def _cut(self) -> None:
+        """What is under way may have to end earlier, but what was decided stays."""
+        if not self._batch:
+            self._move = self._jump() if self._move and self._running else None
 
     def generated(self, request_id: RequestId) -> int:
         """Completion tokens so far of a request in flight. Raises KeyError: not in flight."""
@@ -173,6 +181,8 @@ class Simulator:
     def _plan(self) -> tuple[float, int] | None:
         """What the scheduler does next. Prefill batches are formed, and requests retracted, at once."""
         self._take_arrivals()
+        if not self._running:
+            self._leaving, self._unseen, self._full = [], [], False
         if self._admit():
             tokens = sum(take for _, take in self._batch)
             prompt = sum(take * request.computed for request, take in self._batch) / tokens
@@ -183,10 +193,14 @@ class Simulator:
         if not self._running:
             self._ratio = self._first_ratio
             return (self._arrivals[0][0], 0) if self._arrivals else None
+        return self._jump()
+
+    def _jump(self) -> tuple[float, int]:
+        """As many decode steps as nothing but their number matters for."""
         interval = self._config.log_interval
         most = min(self._running[0][0] - self._steps, interval - self._steps % interval)
-        if self._queue and not self._full:
-            most = 1  # a retraction has made room: admission is tried again after one step
+        if self._leaving or self._unseen if self._full else self._queue:
+            most = 1  # then a place is free, or admission is tried again
         most = self._pools.steps_that_fit(self._steps, most)
         if self._arrivals and not self._full:
             most = 1 + bisect_left(range(1, most), self._arrivals[0][0], key=self._end_s)
@@ -208,31 +222,35 @@ class Simulator:
         if self._chunked is None and (self._full or not self._queue):
             return False
         pools, page, chunk = self._pools, self._page, self._chunk
-        left = [request.zero + request.max_new - self._steps for _, _, request in self._running]
+        ended = self._leaving + self._unseen
+        left = [request.zero + request.max_new - self._steps + self._lag for _, _, request in self._running]
+        left += [request.max_new - request.done for request in ended]
         reserve = self._ratio * sum([tokens if tokens < RESERVED_TOKENS else RESERVED_TOKENS for tokens in left])
         room = pools.tokens - pools.used(self._steps) - reserve
+        counted_twice = self._config.settles_late and self._chunked is not None
+        places = self._config.memory.max_running_requests - len(self._running) - max(len(ended), counted_twice)
         while chunk >= page:
             request = self._chunked
             if request is None:
                 if self._full or not self._queue:
                     break
                 request = self._queue[0]
-                held = request.prompt + request.done
-                is_capped = len(self._running) + len(self._batch) >= self._config.memory.max_running_requests
-                self._full = is_capped or held + page + min(request.max_new - request.done, RESERVED_TOKENS) >= room
+                answer = min(request.max_new - request.done, RESERVED_TOKENS)
+                self._full = len(self._batch) >= places or request.prompt + request.done + page + answer >= room
                 if self._full:
                     break
                 self._queue.popleft()
-                pools.change(1, held, self._steps)
                 request.zero = self._steps - request.done
-                room -= pools.paged(held)
             rest = request.prompt + request.done - request.computed
             take = rest if pools.paged(rest) <= chunk else chunk // page * page
             self._chunked = request if take < rest else None
             self._batch.append((request, take))
+            if request.computed:
+                pools.change(-1, request.computed, self._steps)
             request.computed += take
+            pools.change(1, request.computed, self._steps)
             chunk -= pools.paged(take)
-            room -= page + (0 if self._chunked else min(request.max_new, RESERVED_TOKENS))
+            room -= pools.paged(take) + page + (0 if self._chunked else min(request.max_new, RESERVED_TOKENS))
             self._full = self._full or room <= 0
         return bool(self._batch)
 
@@ -263,10 +281,14 @@ class Simulator:
 
     def _finish(self, steps: int) -> None:
         """The end of so many decode steps, or of the prefill batch."""
-        running, batch = len(self._running), self._batch
-        self._batch, self._steps = [], self._steps + steps
+        running, batch = len(self._running) + len(self._unseen), self._batch
+        self._batch, self._steps, self._lag = [], self._steps + steps, int(self._overlap and steps > 0)
         self._ratio = max(self._first_ratio * LOWEST_RESERVE, self._ratio - steps * self._decay)
-        self.counters[DECODED] += running * steps
+        self.counters[DECODED] += len(self._running) * steps
+        if batch:
+            running += len(self._leaving)
+            self._full = self._full and bool(self._running)  # the flag of an empty batch is lost
+        self._settle(steps)
         for request, _ in batch:
             if request is self._chunked:
                 self._full = False
@@ -280,10 +302,30 @@ class Simulator:
             self._pools.keep(request.prompt + request.tokens(self._steps) - 1)
             self._leave(request)
             self._end(request, "aborted" if request.aborted else "finished")
-            self._full = False
+            self._give_up_place(request, steps)
         self._take_arrivals()
         if batch or (steps and self._steps % self._config.log_interval == 0):
             self._log(running, batch)
+
+    def _settle(self, steps: int) -> None:
+        """What the scheduler learns by the time that this batch is over: places of requests that had ended are free."""
+        late, unseen, self._unseen = self._config.settles_late, self._unseen, []
+        if late and not steps:
+            self._leaving += unseen
+            return
+        gone = self._leaving + ([] if late else unseen)
+        self._full = self._full and not gone
+        self._leaving = unseen if late else []
+
+    def _give_up_place(self, request: _Request, steps: int) -> None:
+        """Its place is free at once, or when the scheduler has seen it, and has dropped it before a decode step."""
+        late, foreseen = self._config.settles_late, request.done == request.max_new
+        if self._overlap and (late or not foreseen):
+            self._unseen.append(request)
+        elif self._overlap or (late and steps):
+            self._leaving.append(request)
+        else:
+            self._full = False
 
     def _log(self, running: int, batch: list[tuple[_Request, int]]) -> None:
         """Write a line, of this prefill batch or of a decode step, and set the gauges."""
