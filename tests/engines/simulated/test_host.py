@@ -122,7 +122,9 @@ async def test_a_scheduled_crash_cuts_its_server_and_no_other(tmp_path: Path) ->
 async def test_sixty_four_servers_answer_at_once() -> None:
     async with Host() as host, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         servers = await asyncio.gather(*(host.add(spec(index=index)) for index in range(64)))
-        answers = await asyncio.gather(*(ask(session, server.url, chat(f"{n}")) for server in servers for n in range(4)))
+        answers = await asyncio.gather(
+            *(ask(session, server.url, chat(f"{n}")) for server in servers for n in range(4))
+        )
         assert {status for status, _ in answers} == {200}
         assert host.completed == 256
 

@@ -82,7 +82,7 @@ class Simulator:
     Attributes:
         counters: SGLang's, by its names; those that have not moved are absent, and read 0.
         slowness: every batch from the next on takes so many times what the model says.
-        hung: nothing moves; requests may still be submitted, and gauges keep their values.
+        hung: time passes in vain; requests may still be submitted, and gauges keep their values.
 
     """
 
@@ -156,6 +156,9 @@ class Simulator:
 
     def advance(self, until_s: float) -> list[Event | Line]:
         """Let time pass. What happened by then, in order."""
+        if self.hung and until_s > self._now_s:  # what is under way begins anew when that is over
+            self._move = (self._move[0] + until_s - self._now_s, 0) if self._move and self._batch else None
+            self._now_s = until_s
         while not self.hung and (move := self._move or (self._plan() if self._now_s < until_s else None)):
             self._move, (end_s, steps) = move, move
             if end_s > until_s:

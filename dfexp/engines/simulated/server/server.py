@@ -244,6 +244,7 @@ class Server:
             self._turn(due.part, on=False)
 
     def _turn(self, part: FaultPart, *, on: bool) -> None:
+        self.host.look(self)
         if part.kind == "hang":
             self.simulator.hung = on
         elif part.kind == "slow":
