@@ -35,6 +35,7 @@ ORDER = (
     "hardware",
     "capacity",
     "quality",
+    "estimate",
     "engines",
     "preflight",
     "fleet",
