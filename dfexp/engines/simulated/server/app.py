@@ -46,7 +46,6 @@ class ChatBody(BaseModel):
     ignore_eos: bool = False
     seed: int | None = None
     temperature: float | None = None
-    top_p: float | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -65,22 +64,22 @@ class App:
     def __init__(self, server: Server) -> None:
         self._server, self._spec, self._probes = server, server.spec, count()
         get, both, spec = ("GET",), ("GET", "POST"), server.spec
-        self._pages: dict[str, tuple[tuple[str, ...], _Page]] = {
-            "/v1/chat/completions": (("POST",), self._chat),
-            "/health": (get, self._health),
-            "/health_generate": (get, self._health),
-            "/v1/models": (get, self._json(lambda: pages.models_page(spec, int(server.host.clock.zero_at)))),
-            "/model_info": (get, self._json(lambda: pages.model_info(spec))),
-            "/server_info": (get, self._json(lambda: pages.server_info(spec, self._gauges()))),
-            "/ping": (both, self._empty),
-            "/flush_cache": (both, self._flush_cache),
-            "/abort_request": (both, self._abort_request),
+        self._told: dict[str, Callable[[], Any]] = {
+            "/v1/models": lambda: pages.models_page(spec, int(server.host.clock.zero_at)),
+            "/model_info": lambda: pages.model_info(spec),
+            "/server_info": lambda: pages.server_info(spec, self._gauges()),
         }
-        self._pages |= {f"/get_{name}": self._pages[f"/{name}"] for name in ("model_info", "server_info")}
+        self._pages: dict[str, tuple[tuple[str, ...], _Page]] = {
+            "/v1/chat/completions": (("POST",), self._chat), "/ping": (both, self._ping),
+            "/health": (get, self._health), "/health_generate": (get, self._health),
+            "/flush_cache": (both, self._flush_cache), "/abort_request": (both, self._abort_request),
+        }  # fmt: skip
         if spec.has_metrics:
             self._pages["/metrics"] = get, self._metrics
         if rules(spec.version).since(NEWER_PAGES):
-            self._pages |= {"/ready": (get, self._ready), "/v1/loads": (get, self._json(self._loads))}
+            self._pages["/ready"], self._told["/v1/loads"] = (get, self._ready), self._loads
+        self._told |= {f"/get_{name}": self._told[f"/{name}"] for name in ("model_info", "server_info")}
+        self._pages |= dict.fromkeys(self._told, (get, self._tell))
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer any request."""
@@ -88,25 +87,27 @@ class App:
         is_open = not key or path.startswith(("/health", "/metrics"))
         if not is_open and request.headers.get("Authorization") != f"Bearer {key}":
             return answer(*pages.unauthorized())
-        methods, page = self._pages.get(path, ((), self._empty))
-        if request.method in methods:
+        methods, page = self._pages.get(path, ((), self._ping))
+        if request.method not in methods:
+            return answer(*((405, b'{"detail":"Method Not Allowed"}') if methods else (404, b'{"detail":"Not Found"}')))
+        try:
             return await page(request)
-        return answer(405, b'{"detail":"Method Not Allowed"}') if methods else answer(404, b'{"detail":"Not Found"}')
+        except ValidationError as error:
+            return answer(*pages.bad_request(str(error.errors(include_url=False, include_input=False))))
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
         data = await request.read()
         job = self._server.take()
         try:
-            return await self._complete(request, data, job)
+            return await self._complete(request, ChatBody.model_validate_json(data), job)
+        except PromptTooLong:
+            return answer(*pages.too_long(self._spec, job.prompt))
         finally:
             self._server.leave(job)
 
-    async def _complete(self, request: web.BaseRequest, data: bytes, job: Job) -> web.StreamResponse:
+    async def _complete(self, request: web.BaseRequest, body: ChatBody, job: Job) -> web.StreamResponse:
+        """Answer a request, or do what a fault does to it. Raises PromptTooLong."""
         spec, server = self._spec, self._server
-        try:
-            body = ChatBody.model_validate_json(data)
-        except ValidationError as error:
-            return answer(*pages.bad_request(str(error.errors(include_url=False, include_input=False))))
         key, job.prompt = request_key(body.messages, spec.seed, body.seed), prompt_tokens(body.messages)
         fault = server.faults.of_request(key, said(body.messages), job.arrived_s)
         kind = fault.kind if fault else ""
@@ -123,17 +124,12 @@ class App:
         most = body.max_completion_tokens or body.max_tokens or room
         if body.n > 1:
             return answer(*pages.bad_request(f"n = {body.n}: simulated servers give one answer. Ask n times."))
-        if room < 1:
-            return answer(*pages.too_long(spec, job.prompt))
-        if most > room:
+        if most > room > 0:
             return answer(*pages.over_context(spec, job.prompt, most))
         # One that is to ignore its end would never end by itself.
         job.whole = most + 1 if body.ignore_eos else max(drawn(spec.completion, key), body.min_tokens)
         job.rid, job.is_stream = body.rid or f"{key:016x}{job.number:016x}", body.stream
-        try:
-            server.submit(job, most)
-        except PromptTooLong:
-            return answer(*pages.too_long(spec, job.prompt))
+        server.submit(job, most)
         thinking = spec.thinking and (body.chat_template_kwargs or {}).get("enable_thinking") is not False
         text = _writer(spec.seed).answer(key, min(job.whole, most), thinking=thinking, whole=job.whole)
         text = GARBAGE * len(text) if kind == "garbage" else text
@@ -153,16 +149,17 @@ class App:
         """Send what there is of a text whenever time has passed."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        sent = 0
-        while job.ended is None or sent < len(text[: job.ended.tokens * BYTES_PER_TOKEN]):
+        sent, shown, is_over = 0, made.first(), False
+        while not is_over:
             await job.changed.wait()
             job.changed.clear()
+            is_over = job.ended is not None
             end = min(self._server.generated(job) * BYTES_PER_TOKEN, len(text))
             if is_cut and 2 * end >= len(text):
                 return _broken(request, response)
             if end > sent:
-                await response.write((made.first() if not sent else b"") + made.piece(text, sent, end))
-                sent = end
+                await response.write(shown + made.piece(text, sent, end))
+                sent, shown = end, b""
         tokens, finish = job.end()
         await response.write(made.last(finish) + (made.usage(tokens) if has_usage else b"") + pages.DONE)
         return response
@@ -201,32 +198,22 @@ class App:
         at = datetime.fromtimestamp(clock.zero_at + clock.now_s)
         return pages.loads_page(self._spec, self._gauges(), pending=simulator.pending_tokens(), at=at)
 
+    async def _tell(self, request: web.BaseRequest) -> web.StreamResponse:
+        return answer(200, pages.packed(self._told[request.rel_url.path.rstrip("/")]()))
+
     async def _ready(self, request: web.BaseRequest) -> web.StreamResponse:
         return answer(200 if self._server.is_ready else 503)
 
-    async def _empty(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _ping(self, request: web.BaseRequest) -> web.StreamResponse:
         return answer(200)
 
     async def _flush_cache(self, request: web.BaseRequest) -> web.StreamResponse:
-        words = "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, "
-        words += "the operation will not be performed.)\n"
-        return answer(400 if self._server.jobs else 200, words.encode(), "text/plain")
+        return answer(400 if self._server.jobs else 200, b"Cache flushed.\n", "text/plain")
 
     async def _abort_request(self, request: web.BaseRequest) -> web.StreamResponse:
-        try:
-            wanted = AbortBody.model_validate_json(await request.read())
-        except ValidationError as error:
-            return answer(*pages.bad_request(str(error.errors(include_url=False, include_input=False))))
+        wanted = AbortBody.model_validate_json(await request.read())
         self._server.abort(wanted.rid, everything=wanted.abort_all)
         return answer(200)
-
-    def _json(self, made: Callable[[], Any]) -> _Page:
-        """The handler of a page that is the same for every request."""
-
-        async def page(request: web.BaseRequest) -> web.StreamResponse:
-            return answer(200, pages.packed(made()))
-
-        return page
 
 
 def answer(status: int, body: bytes = b"", kind: str = JSON, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -27,18 +27,12 @@ from dfexp.params_simulated import FaultPart
 if TYPE_CHECKING:
     from dfexp.engines.simulated.server.host import Host
 
-WARM_UP = "warm-up", 25, 8, 8
-"""The request of a server to itself: its id, tokens of prompt and answer, max_new_tokens."""
+WARM_UP_S = 1.0
+"""From listening to being ready: SGLang sends a request to itself, which is not simulated."""
 LARGEST_BODY, BACKLOG = 2**26, 2048
 """Bytes of a request, and connections that may come at once."""
-_CRASHED = """\
-Scheduler hit an exception: Traceback (most recent call last):
-  File "sglang/srt/managers/scheduler.py", in run_scheduler_process
-RuntimeError: simulated crash"""
-_OUT_OF_MEMORY = """\
-Scheduler hit an exception: Traceback (most recent call last):
-  File "sglang/srt/model_executor/model_runner.py", in load_model
-torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (simulated)"""
+_TRACEBACK = "Scheduler hit an exception: Traceback (most recent call last):\n"
+_OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (simulated)"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -98,7 +92,7 @@ class Server:
         self.jobs, self.health_status, self.is_ready, self.turn = dict[int, Job](), 200, False, -1
         self.url = f"http://{self.spec.address}"
         self._sock, self._log, self._start, self._ended = sock, log, start, ended
-        self._numbers, self._prefilled_s, self._warm = count(), host.clock.now_s, asyncio.Event()
+        self._numbers, self._prefilled_s = count(), host.clock.now_s
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: asyncio.Server | None = None
         self._web = web.Server(App(self).handle, request_factory=_request, handler_cancellation=True, access_log=None)
@@ -127,7 +121,7 @@ class Server:
             if connection.transport is not None:
                 connection.transport.abort()
 
-    def crash(self, words: str = _CRASHED) -> None:
+    def crash(self, words: str = _TRACEBACK + "RuntimeError: simulated crash") -> None:
         """It ends by itself, with these last words in its log."""
         self._print(words)
         self.host.remove(self)
@@ -179,17 +173,12 @@ class Server:
                 words = pages.batch_line(self.spec, told, pending=pending, before_s=self._prefilled_s)
                 self._prefilled_s = told.at_s if told.new_seqs else self._prefilled_s
                 self._print(words, at_s=told.at_s)
-            elif told.request_id == WARM_UP[0] and told.kind == "finished":
-                self._warm.set()
-                awaited = True
             elif isinstance(told.request_id, int) and told.request_id in self.jobs:
                 awaited |= self._tell(self.jobs[told.request_id], told)
-        if self in self.host.streaming:
-            for job in self.jobs.values():
-                if job.is_stream:
-                    job.changed.set()
-            awaited = True
-        return awaited
+        for job in self.jobs.values() if self in self.host.streaming else ():
+            if job.is_stream:
+                job.changed.set()
+        return awaited or self in self.host.streaming
 
     def _tell(self, job: Job, told: Event) -> bool:
         """What happened to a request; whether it has ended."""
@@ -217,7 +206,7 @@ class Server:
         self._print(*before)
         await host.reached(host.clock.now_s + self.spec.load_s)
         if self.faults.fails_to_start(self._start):
-            self.crash(_OUT_OF_MEMORY)
+            self.crash(_TRACEBACK + _OUT_OF_MEMORY)
             return
         try:
             loop = asyncio.get_running_loop()
@@ -226,9 +215,7 @@ class Server:
             self.crash(f"ERROR:    {taken(self.spec.host, self.port, error)}")
             return
         self._print(*after[:-1])
-        self.simulator.submit(host.clock.now_s, *WARM_UP)
-        host.changed(self)
-        await self._warm.wait()
+        await host.reached(host.clock.now_s + WARM_UP_S)
         self._print(after[-1])
         self.is_ready = True
 
