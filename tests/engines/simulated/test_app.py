@@ -178,22 +178,23 @@ async def test_pages_that_came_later(host: Host, session: aiohttp.ClientSession,
     assert (await get(session, f"{server.url}/v1/chat/completions"))[0] == 405
 
 
-async def test_metrics_move_while_requests_run(host: Host, session: aiohttp.ClientSession) -> None:
-    server = await host.add(spec(tokens=1000))
-    idle = (await get(session, f"{server.url}/metrics"))[1]
-    assert "sglang:num_requests_total{" not in idle
-    stream = session.post(f"{server.url}/v1/chat/completions", json=chat(stream=True))
-    async with stream as reply:
-        await reply.content.readuntil(b"content")
-        busy = (await get(session, f"{server.url}/metrics"))[1]
-        await reply.read()
-    done = (await get(session, f"{server.url}/metrics"))[1]
+async def test_metrics_move_while_requests_run(session: aiohttp.ClientSession) -> None:
+    async with Host(speed=100.0) as host:
+        server = await host.add(spec())
+        found = [(await get(session, f"{server.url}/metrics"))[1]]
+        sent = sized(1, 50, 4000) | {"stream": True}
+        async with session.post(f"{server.url}/v1/chat/completions", json=sent) as reply:
+            for _ in range(2):
+                await reply.content.readuntil(b"finish_reason")
+                found.append((await get(session, f"{server.url}/metrics"))[1])
+            await reply.read()
+        found.append((await get(session, f"{server.url}/metrics"))[1])
     name = 'sglang:realtime_tokens_total{engine_type="unified",mode="decode"'
-    decoded = [
-        next(float(x.split()[-1]) for x in page.split("\n") if x.startswith(name)) for page in (idle, busy, done)
-    ]
-    assert decoded[0] <= decoded[1] < decoded[2]
-    assert "sglang:time_to_first_token_seconds_count" in done
+    decoded = [[float(line.split()[-1]) for line in page.split("\n") if line.startswith(name)] for page in found]
+    assert decoded[0] == []
+    assert 0 < decoded[1][0] < decoded[2][0] < decoded[3][0] == 3999
+    assert ["sglang:num_requests_total{" in page for page in found] == [False, False, False, True]
+    assert "sglang:time_to_first_token_seconds_count" in found[3]
 
 
 async def test_health_of_an_idle_server_takes_one_token_and_a_second(

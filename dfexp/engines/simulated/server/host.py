@@ -53,16 +53,16 @@ class Host:
         self._woken: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self.driver = asyncio.create_task(self._drive())
+        self.driver = asyncio.create_task(self._run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for server in tuple(self.servers):
-            self.remove(server)
         self.driver.cancel()
-        with suppress(asyncio.CancelledError):
-            await self.driver
-        self.clock.close()
+        try:
+            with suppress(asyncio.CancelledError):
+                await self.driver
+        finally:
+            self.clock.close()
 
     async def add(self, spec: ServerSpec, sock: socket.socket | None = None, log: int | None = None) -> Server:
         """A server, once it serves or has ended. Arguments as for `open`. Raises OSError: its address is taken."""
@@ -120,6 +120,13 @@ class Host:
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
+    async def _run(self) -> None:
+        try:
+            await self._drive()
+        finally:  # on an error too: nobody waits for servers whose clock stands
+            for server in tuple(self.servers):
+                self.remove(server)
+
     async def _drive(self) -> None:
         """Move the clock from event to event, for ever."""
         looked_s = 0.0
@@ -133,9 +140,8 @@ class Host:
             elif (until_s := self.clock.runs_until_s(due_s)) > now_s:
                 await self._sleep(min(until_s, now_s + TICK_S))
                 self.clock.move(0.0)
-                for server in self.streaming:
-                    server.advance(self.clock.now_s)
-                self._changed |= self.streaming
+                for server in tuple(self.streaming):
+                    self.look(server)
             elif self._go(due_s) or now_s - looked_s > YIELD_S:
                 await asyncio.sleep(0)
                 looked_s = now_s
