@@ -157,7 +157,7 @@ def lengths_of(finished: Mapping[int, int], ages: ArrayLike = (), *, limit: floa
     answer can exceed (max_tokens, or the context).
 
     What is longer than anything seen yet is extrapolated: it goes on ending like the last quarter of what has ended,
-    and all of it by `limit`. The mean's error is Greenwood's, and a third of what is extrapolated.
+    and all of it by `limit`. The mean's error is Greenwood's and a third of what is extrapolated, more after few answers.
     """
     if not finished:
         return None
@@ -165,7 +165,7 @@ def lengths_of(finished: Mapping[int, int], ages: ArrayLike = (), *, limit: floa
     x, ended = x[x.argsort()], ended[x.argsort()]
     flying = np.sort(np.clip(np.asarray(ages, float), 0.0, limit))
     at_risk = ended[::-1].cumsum()[::-1] + len(flying) - np.searchsorted(flying, x, "left")
-    edges = np.array([0.0, *x, max(x[-1], *flying[-1:])])
+    edges = np.array([0.0, *x, max(0.0, x[-1], *flying[-1:])])
     alive = np.append(1.0, np.cumprod(1 - ended / at_risk))
     known = at_risk >= _TOLD * alive[:-1] * (ended.sum() + np.count_nonzero(flying))
     if not known.all():
@@ -181,7 +181,8 @@ def lengths_of(finished: Mapping[int, int], ages: ArrayLike = (), *, limit: floa
         shares = -np.diff(alive[-1] * np.exp(-hazard * (tail - last))) / (hazard * np.diff(tail))
         edges, alive = np.append(edges, tail[1:]), np.append(alive, shares)
         left = _left(edges, alive)
-    mean = Estimate(value=float(left[0]), error=sqrt(variance + (_GUESSED * (left[0] - seen)) ** 2))
+    guessed = (left[0] - seen) ** 2 * (_GUESSED**2 + 1 / max(1.0, _RECENT * ended.sum()))
+    mean = Estimate(value=float(left[0]), error=sqrt(variance + guessed))
     return Lengths(edges=edges, alive=alive, left=left, mean=mean)
 
 
