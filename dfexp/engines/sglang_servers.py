@@ -59,10 +59,10 @@ class SglangServersEngine(ABC):
         """Additions to the environment of a server with these GPUs."""
         return {}
 
-    def private(self, folder: FleetFolder, port: int, index: int | None) -> tuple[str, ...]:
+    def private(self, folder: FleetFolder, port: int, place: int | Server) -> tuple[str, ...]:
         """Write what else the server at `port` is told in private; the arguments that say where it is.
 
-        Args: index, its place in the fleet; None for a server that is planned again.
+        Args: place, which server of the fleet it is, counted from 0; or the server that is planned again.
         """
         return ()
 
@@ -79,7 +79,7 @@ class SglangServersEngine(ABC):
             config = folder.path / f"server-{port}.yaml"
             write_atomic(config, f'api-key: "{key}"\n'.encode(), mode=0o600)
             name, log = address(group.host, port), str(folder.logs / f"server-{port}.log")
-            more = self.private(folder, port, None if at else index)
+            more = self.private(folder, port, at[index] if at else index)
             argv = (*self.command(port), "--config", str(config), *more, *flags)
             servers.append(
                 Server(name=name, url=f"http://{name}", argv=argv, env=self.env(names), log=log, version=version)

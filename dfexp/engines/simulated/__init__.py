@@ -52,11 +52,14 @@ class SimulatedEngine(SglangServersEngine):
         version = self.planned().sglang_version
         return version, argv_for(self.group.flags, version, {})
 
-    def private(self, folder: FleetFolder, port: int, index: int | None) -> tuple[str, ...]:
-        """What is simulated, as JSON. A server that is planned again keeps its place."""
+    def private(self, folder: FleetFolder, port: int, place: int | Server) -> tuple[str, ...]:
+        """What is simulated, as JSON."""
         path, plan = folder.path / f"server-{port}.json", self.planned()
-        place = {"version": plan.sglang_version, "index": read_json(path)["index"] if index is None else index}
-        told = self.group.model_dump(include=set(_TOLD)) | place | {"plan": plan.model_dump()}
+        if isinstance(place, Server):
+            argv = place.argv or ()
+            place = read_json(Path(argv[argv.index("--simulation") + 1]))["index"]
+        told = self.group.model_dump(include=set(_TOLD)) | {"index": place}
+        told |= {"version": plan.sglang_version, "plan": plan.model_dump()}
         write_atomic(path, json.dumps(told, indent=1).encode(), mode=0o600)
         return ("--simulation", str(path))
 

@@ -63,9 +63,13 @@ def test_each_server_is_a_thin_process_with_two_private_files(folder: FleetFolde
     assert (said["plan"]["model"], said["plan"]["flags"]) == ("Qwen3.6-27B", FLAGS)
 
 
-def test_a_server_that_is_planned_again_keeps_its_place_and_port(folder: FleetFolder) -> None:
+@pytest.mark.parametrize("is_elsewhere", [False, True])  # as where a change is tried before it is made
+def test_a_server_that_is_planned_again_keeps_its_place_and_port(
+    folder: FleetFolder, tmp_path: Path, is_elsewhere: bool
+) -> None:
     servers = engine().plan(folder, "k")
-    again = engine(flags={**FLAGS, "max_running_requests": 8}).plan(folder, "k", at=servers[1:])
+    there = FleetFolder(tmp_path) if is_elsewhere else folder
+    again = engine(flags={**FLAGS, "max_running_requests": 8}).plan(there, "k", at=servers[1:])
     assert [server.name for server in again] == [servers[1].name]
     assert told(again[0])["index"] == 1
     assert told(again[0])["plan"]["flags"] == {**FLAGS, "max_running_requests": 8}
