@@ -157,7 +157,7 @@ def lengths_of(finished: Mapping[int, int], ages: ArrayLike = (), *, limit: floa
     answer can exceed (max_tokens, or the context).
 
     What is longer than anything seen yet is extrapolated: it goes on ending like the last quarter of what has ended,
-    and all of it by `limit`. The mean's error is Greenwood's and a third of what is extrapolated, more after few answers.
+    and all of it by `limit`. The mean's error is Greenwood's, and a third of what is extrapolated (more after few).
     """
     if not finished:
         return None
