@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dfexp.engines.simulated.server.pace import GRACE_S, LEAST_GRACE_S, QUIET_S, Pace
+from dfexp.engines.simulated.server.pace import GRACE_FALL, GRACE_S, LEAST_GRACE_S, QUIET_S, Grace, Pace
 
 
-def started(requests: int) -> Pace:
+def started(requests: int, common: Grace | None = None) -> Pace:
     """A client that keeps so many requests in flight; its last one came at 0."""
-    pace = Pace()
+    pace = Pace(common or Grace())
     for _ in range(requests):
         pace.arrived(0.0)
     assert pace.waits_until_s(QUIET_S, has_queue=False) is None
@@ -16,7 +16,7 @@ def started(requests: int) -> Pace:
 
 
 def test_a_client_that_starts_is_waited_for_until_nothing_more_comes() -> None:
-    pace = Pace()
+    pace = Pace(Grace())
     pace.arrived(1.0)
     assert pace.waits_until_s(1.01, has_queue=False) == 1.0 + QUIET_S
     pace.arrived(1.04)
@@ -72,3 +72,31 @@ def test_waits_in_vain_get_shorter_and_a_client_that_goes_on_is_trusted_again() 
     assert pace.waits_until_s(now_s + QUIET_S, has_queue=False) is None
     pace.left(now_s + 1)
     assert pace.waits_until_s(now_s + 1, has_queue=False) == now_s + 1 + GRACE_S
+
+
+def test_the_end_of_a_run_costs_no_more_on_many_servers() -> None:
+    common = Grace()
+    paces, now_s = [started(16, common) for _ in range(64)], 10.0
+    for _ in range(16):
+        for pace in paces:
+            pace.left(now_s)
+            until_s = pace.waits_until_s(now_s, has_queue=False)
+            assert until_s is not None
+            now_s = until_s
+            assert pace.waits_until_s(now_s, has_queue=False) is None
+    assert now_s - 10.0 < 2.5
+
+
+def test_a_server_that_is_left_alone_is_given_up_while_others_are_not() -> None:
+    common = Grace()
+    alone, other = started(8, common), started(8, common)
+    waits = []
+    for now_s in range(10, 18):
+        alone.left(now_s)
+        until_s = alone.waits_until_s(now_s, has_queue=False)
+        assert until_s is not None
+        waits.append(until_s - now_s)
+        assert alone.waits_until_s(until_s, has_queue=False) is None
+        other.left(until_s)
+        other.arrived(until_s + 0.1)
+    assert abs(waits[-1] - GRACE_S * GRACE_FALL**7) < 1e-6

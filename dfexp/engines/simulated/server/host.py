@@ -20,7 +20,7 @@ from typing import Self
 from dfexp.engines.simulated.server.attach import bound
 from dfexp.engines.simulated.server.clock import TICK_S, Clock
 from dfexp.engines.simulated.server.faults import Faults
-from dfexp.engines.simulated.server.pace import AWAY_S
+from dfexp.engines.simulated.server.pace import AWAY_S, Grace
 from dfexp.engines.simulated.server.server import Server
 from dfexp.engines.simulated.server.spec import ServerSpec, Speed
 
@@ -43,7 +43,7 @@ class Host:
     def __init__(self, *, speed: Speed = "max", folder: Path | None = None) -> None:
         """Args: speed, in virtual seconds per second; folder, of clock.jsonl, None where that is not wanted."""
         self.clock, self.completed, self.servers = Clock(folder, speed), 0, set[Server]()
-        self.streaming = set[Server]()
+        self.streaming, self.grace = set[Server](), Grace()
         self._changed, self._unsettled = set[Server](), set[Server]()
         self._order, self._events = count(), list[tuple[float, int, Server]]()
         self._wanted: _Timers = []

@@ -14,6 +14,21 @@ AWAY_S = 10.0
 """How long the clock waits for a server that crashed or was stopped to be started again."""
 
 
+class Grace:
+    """What is left of the patience with a client, in real seconds."""
+
+    def __init__(self) -> None:
+        self.left_s = GRACE_S
+
+    def renew(self) -> None:
+        """The client has sent a request: it goes on."""
+        self.left_s = GRACE_S
+
+    def spend(self) -> None:
+        """A wait was in vain."""
+        self.left_s = max(LEAST_GRACE_S, self.left_s * GRACE_FALL)
+
+
 class Pace:
     """One server's client. Times are real seconds of a clock that only goes forward.
 
@@ -23,9 +38,10 @@ class Pace:
 
     """
 
-    def __init__(self) -> None:
+    def __init__(self, common: Grace) -> None:
+        """Args: common, of all servers together, so that the end of a run does not cost the waits of each."""
         self.in_flight = self.target = 0
-        self._grace_s, self._moved_s = GRACE_S, 0.0
+        self._graces, self._moved_s = (Grace(), common), 0.0
 
     @property
     def is_settled(self) -> bool:
@@ -34,7 +50,9 @@ class Pace:
 
     def arrived(self, now_s: float) -> None:
         """A request came; after the grace too, it shows that the client goes on."""
-        self.in_flight, self._moved_s, self._grace_s = self.in_flight + 1, now_s, GRACE_S
+        self.in_flight, self._moved_s = self.in_flight + 1, now_s
+        for grace in self._graces:
+            grace.renew()
 
     def left(self, now_s: float) -> None:
         """A request was answered, or its client hung up."""
@@ -48,12 +66,12 @@ class Pace:
         if self.in_flight > self.target:
             until_s = self._moved_s + QUIET_S
         elif self.in_flight < self.target and not has_queue:
-            until_s = self._moved_s + self._grace_s
+            until_s = self._moved_s + min(grace.left_s for grace in self._graces)
         else:
             return None
         if now_s < until_s:
             return until_s
-        if self.in_flight < self.target:
-            self._grace_s = max(LEAST_GRACE_S, self._grace_s * GRACE_FALL)
+        for grace in self._graces if self.in_flight < self.target else ():
+            grace.spend()
         self.target = self.in_flight
         return None

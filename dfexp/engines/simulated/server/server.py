@@ -88,7 +88,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.port: int = sock.getsockname()[1]
         self.host, self.spec, self.faults = host, replace(spec, port=self.port), faults
-        self.simulator, self.pace, self.requests = Simulator(spec.config), Pace(), pages.Requests(spec)
+        self.simulator, self.pace, self.requests = Simulator(spec.config), Pace(host.grace), pages.Requests(spec)
         self.jobs, self.health_status, self.is_ready, self.turn = dict[int, Job](), 200, False, -1
         self.url = f"http://{self.spec.address}"
         self._sock, self._log, self._start, self._ended = sock, log, start, ended
