@@ -21,9 +21,14 @@ front of several servers.
 SGLang aborts a request that does not fit the KV pool even alone; `max_new` is lowered at submission so that there is
 none.
 
-Not modelled: shared prefixes (`cache_hit_rate` is 0), mixed chunks, priorities, speculation, parallelism inside a
-server, `ignore_eos` with the radix cache off, eager steps beyond the largest CUDA graph being slower, and the one or
-two steps by which SGLang sees late that a request has ended.
+Log lines are those of real servers of 0.5.12 and 0.5.23, line by line: tests/sglang/test_simulated_fidelity.py. A
+server that overlaps writes each line when the next batch has begun, so there gauges of pools and queue are one batch
+ahead of these.
+
+Not modelled: shared prefixes (`cache_hit_rate` is 0), the prompt that may still be cached when a request comes back
+after a retraction, the token that a server which overlaps computes once more after one, mixed chunks, priorities,
+speculation, parallelism inside a server, `ignore_eos` (for which more is reserved), and eager steps beyond the largest
+CUDA graph being slower.
 """
 
 from dfexp.engines.simulated.core.closed_loop import Sizes, run_closed_loop

@@ -229,7 +229,9 @@ class Simulator:
         left = [request.zero + request.max_new - self._steps + self._lag for _, _, request in self._running]
         left += [request.max_new - request.done for request in ended]
         reserve = self._ratio * sum([tokens if tokens < RESERVED_TOKENS else RESERVED_TOKENS for tokens in left])
-        room = pools.tokens - pools.used(self._steps) - reserve
+        still_held = self._unseen if self._config.settles_late else ended
+        held = sum(pools.paged(request.prompt + request.done - 1) for request in still_held)
+        room = pools.tokens - pools.used(self._steps) - held - reserve
         counted_twice = self._config.settles_late and self._chunked is not None
         places = self._config.memory.max_running_requests - len(self._running) - max(len(ended), counted_twice)
         while chunk >= page:
