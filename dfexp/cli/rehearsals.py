@@ -13,7 +13,7 @@ import pandas as pd
 from dfexp import rehearse
 from dfexp.cli.attendant import stop_signals
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say, told
-from dfexp.errors import FleetError, RunError
+from dfexp.errors import DfexpError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import project_root
 
@@ -37,15 +37,13 @@ def rehearsal(args: argparse.Namespace) -> int:
                 with stop_signals():  # a second Ctrl-C leaves no servers behind
                     rehearse.end(variant.spec, root)
             lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
-        except (FleetError, RunError) as error:
+        except DfexpError as error:  # the other variants tell all the same
             outcome = told(f"{variant.name}: {error}", EXIT_FAILED)
     if lines:
         table, path = pd.DataFrame(lines), root / variants[0].spec.outputs / f"{args.params.stem}-simulated"
         as_json = table.to_json(orient="records", indent=1)
         write_atomic(path.with_suffix(".json"), as_json.encode())
         write_atomic(path.with_suffix(".csv"), table.to_csv(index=False).encode())
-        shown = (
-            f"SIMULATED: {args.params}\n\n{rehearse.frame(lines).to_string()}\n\n{rehearse.ABOUT}\n{path}.csv, .json"
-        )
-        say(as_json if args.json else shown)
+        shown = rehearse.frame(lines).to_string(), rehearse.about(variants[0]), f"Tables: {path}.csv, {path.name}.json"
+        say(as_json if args.json else "\n\n".join((f"SIMULATED: {args.params}", *shown)))
     return outcome

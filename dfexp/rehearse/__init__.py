@@ -4,7 +4,7 @@
 """
 
 from dfexp.rehearse.drive import end, play
-from dfexp.rehearse.figures import ABOUT, frame, rows
+from dfexp.rehearse.figures import about, frame, rows
 from dfexp.rehearse.variants import Variant, read
 
-__all__ = ["ABOUT", "Variant", "end", "frame", "play", "read", "rows"]
+__all__ = ["Variant", "about", "end", "frame", "play", "read", "rows"]

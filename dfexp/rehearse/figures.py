@@ -31,11 +31,19 @@ from dfexp.virtual_time import VirtualTime
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput")
 _BIN_S = 30.0
 """In so many seconds every server that works writes a line."""
-ABOUT = """\
+_ABOUT = """\
 State slots, request cap, KV tokens: as a server said. From running to fleet tok/s: means of all servers' decode lines
 over the second half of the time until operators looked (until the end where nobody did); in fleet tok/s servers that
 were away count 0. Completions: those that the client had by then. Steady: as above, over the rehearsal's last half.
-Whole run: the scheduler's model alone, without servers and client. Error: against the nearest value that was seen."""
+Whole run: the scheduler's model alone, without servers and client. Error: against the nearest value that was seen.
+Planned tokens of prompts: {prompts}; of completions: {completions}.
+The rehearsals' prompts {are}."""
+
+
+def about(variant: Variant) -> str:
+    """What the table's lines mean, and what was assumed."""
+    load, are = variant.setting.workload, "are drawn from that" if variant.is_drawn else "are those of the run file"
+    return _ABOUT.format(prompts=load.prompt.label, completions=load.completion.label, are=are)
 
 
 def rows(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool) -> list[dict[str, Any]]:
@@ -73,7 +81,7 @@ def _label(figure: str) -> str:
         if figure.startswith(start):
             return f"{name}: {_label(figure.removeprefix(start))}"
     field = SeenPart.model_fields.get(figure)
-    return str(field.description) if field else figure.replace("_", " ")
+    return str(field.description) if field else figure.replace("_", " ").replace("cpu", "CPU")
 
 
 def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool) -> dict[str, float]:

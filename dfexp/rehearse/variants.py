@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,6 +130,7 @@ def _variant(
     if part.seen and part.seen.at_s > hours * 3600:
         raise ParamsError(f"seen.at_s = {part.seen.at_s:g} is after the end, {hours:g} h. Rehearse longer.")
     setting, generation = prepared_for(spec, root).setting, spec.generation
+    setting = replace(setting, workload=replace(setting.workload, max_tokens=generation.max_tokens))
     concurrency, memory = None if generation.concurrency == "auto" else generation.concurrency, setting.memory()
     rate = setting.predict(memory, concurrency).completions_per_s
     in_flight = concurrency or 2 * memory.max_running_requests
