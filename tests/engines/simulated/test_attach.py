@@ -21,6 +21,7 @@ import pytest
 
 from dfexp.engines.simulated import server
 from dfexp.engines.simulated.server.attach import LOCK, LOG, SOCKET
+from dfexp.engines.simulated.server.spec import parse_argv
 from dfexp.virtual_time import CLOCK, VirtualTime
 
 ATTACH = Path(server.__file__).with_name("attach.py")
@@ -122,6 +123,16 @@ def serving(folder: Folder, port: int) -> dict[str, Any]:
             return ask(port)
         except URLError:
             assert all(process.poll() is None for process in folder.processes), folder.log(port).read_text()
+
+
+def test_flags_are_read_as_they_were_written() -> None:
+    words = "--model-path 7 --served-model-name 8 --cuda-graph-bs 1 2 --chunked-prefill-size=-1 --disable-radix-cache"
+    assert dict(parse_argv([*words.split(), "--mem-fraction-static", "0.9", "--mamba-scheduler-strategy", "auto"])) == {
+        "model_path": "7", "served_model_name": "8", "cuda_graph_bs_decode": [1, 2], "chunked_prefill_size": -1,
+        "mem_fraction_static": 0.9, "disable_radix_cache": True, "mamba_strategy": "auto",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="'8' belongs to no flag"):
+        dict(parse_argv(["8", "--port", "1"]))
 
 
 def test_a_server_listens_behind_its_own_process(folder: Folder) -> None:

@@ -73,7 +73,7 @@ async def _stand_for(host: Host, link: socket.socket, folder: Path) -> None:
             traceback.print_exception(error, file=file)
             tell(1)
             return
-        host.clock.speed = spec.speed
+        host.clock.go_at(spec.speed)
         server = host.open(spec, sock, log, tell)
         async with asyncio.TaskGroup() as group:
             group.create_task(server.start())

@@ -42,6 +42,12 @@ class Clock:
             return self._now_s
         return self._now_s + (time.monotonic() - self._since_s) * self.speed
 
+    def go_at(self, speed: Speed) -> None:
+        """Change the speed from now on."""
+        if speed != self.speed:
+            self.move(0.0)
+            self.speed = speed
+
     def runs_until_s(self, virtual_s: float) -> float:
         """Monotonic seconds at which a clock that runs from now on will be so late; one that is moved is there."""
         if self.speed == "max":

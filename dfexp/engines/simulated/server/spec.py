@@ -79,24 +79,13 @@ def read_spec(argv: Sequence[str], folder: Path) -> ServerSpec:
     setting = _setting(plan.model_copy(update={**known, "sglang_version": simulation["version"]}).model_dump_json())
     config = Config.of(setting)
     return ServerSpec(
-        version=simulation["version"],
+        version=simulation["version"], model_path=str(given["model_path"]), served_name=str(given["served_model_name"]),
         config=replace(config, log_interval=int(flags.get("decode_log_interval", config.log_interval))),
-        model_path=str(given["model_path"]),
-        served_name=str(given["served_model_name"]),
-        key=str(private.get("api-key", "")),
-        host=str(given["host"]),
-        port=int(given["port"]),
-        index=simulation["index"],
-        seed=simulation["seed"],
-        completion=setting.workload.completion,
-        thinking=simulation["thinking"],
-        reasoning_parser=flags.get("reasoning_parser"),
-        has_metrics=bool(given.get("enable_metrics", False)),
-        load_s=simulation["load_s"],
-        faults=tuple(map(FaultPart.model_validate, simulation["faults"])),
-        flags=flags,
-        speed=simulation["speed"],
-    )
+        key=str(private.get("api-key", "")), host=str(given["host"]), port=int(given["port"]),
+        completion=setting.workload.completion, reasoning_parser=flags.get("reasoning_parser"), flags=flags,
+        faults=tuple(map(FaultPart.model_validate, simulation["faults"])), has_metrics="enable_metrics" in given,
+        **{name: simulation[name] for name in ("index", "seed", "thinking", "load_s", "speed")},
+    )  # fmt: skip
 
 
 @cache  # fitting lengths takes time, and all servers of a fleet are alike
