@@ -8,6 +8,6 @@ In a process of one's own, for tests and benchmarks:
         ... server.url, host.clock.now_s, host.completed ...
         host.remove(server)
 
-From `clock`, the time, over `host`, which moves it, and `server`, one server's life, to `app`, its pages. `pace` says how
-long the clock waits for the client; `pages`, `text` and `faults` say what is answered.
+From `clock`, the time, over `host`, which moves it, and `server`, one server's life, to `app`, its pages. `pace` says
+how long the clock waits for the client; `pages`, `text` and `faults` say what is answered.
 """
