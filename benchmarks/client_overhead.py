@@ -20,7 +20,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -216,18 +215,19 @@ def prepared(root: Path, urls: list[str], rows: int, in_flight: int) -> Any:
 
 
 def one(client: str, urls: list[str], rows: int, in_flight: int, folder: str) -> None:
-    """In a process of its own: do the rows; prints CPU seconds, MiB after the imports, and MiB at most."""
-    if client != "dfexp":
+    """In a process of its own: do the rows; prints CPU seconds since the imports, MiB after them, and MiB at most."""
+    if client == "dfexp":
+        from dfexp.generate.process import main as generate_main
+    else:
+        import openai  # noqa: F401 (brings aiohttp along)
+    imports, began = hwm_mib(), cpu_s()
+    if client == "dfexp":
+        code = generate_main(["--folder", folder, "--root", str(Path(folder).parents[1])])
+        if code:
+            raise SystemExit(f"the run ended with {code}")
+    else:
         asyncio.run(plain(client, urls, rows, in_flight))
-        print(cpu_s(), 0, hwm_mib())
-        return
-    from dfexp.generate.process import main as generate_main
-
-    imports = hwm_mib()
-    code = generate_main(["--folder", folder, "--root", str(Path(folder).parents[1])])
-    if code:
-        raise SystemExit(f"the run ended with {code}")
-    print(cpu_s(), imports, hwm_mib())
+    print(cpu_s() - began, imports, hwm_mib())
 
 
 def measured(client: str, urls: list[str], rows: int, in_flight: int, *, profile: str = "") -> tuple[float, ...]:
@@ -278,18 +278,13 @@ def tables(asked: argparse.Namespace, core: int) -> None:
         with serving(1, 300, core) as urls:
             measured("dfexp", urls, asked.rows, 128, profile=asked.profile)
         return
-    print(f"{'client':18}{'in flight':>10}{'servers':>9}{'tokens':>8}{'CPU a row':>12}{'rows/s':>8}", flush=True)
+    print(f"{'client':18}{'in flight':>10}{'servers':>9}{'tokens':>8}{'CPU a row':>12}", flush=True)
     for client, in_flight, servers, tokens in CASES:
         if asked.only in client:
             with serving(servers, tokens, core) as urls:
-                began = time.perf_counter()
-                small = measured(client, urls, asked.rows // 4, in_flight)
-                middle = time.perf_counter()
-                big = measured(client, urls, asked.rows, in_flight)
-                extra = asked.rows - asked.rows // 4
-                wall_s = time.perf_counter() - middle - (middle - began)
-            print(f"{client:18}{in_flight:>10}{servers:>9}{tokens:>8}", end="")
-            print(f"{(big[0] - small[0]) / extra * 1000:>9.2f} ms{extra / wall_s:>8.0f}", flush=True)
+                small, big = (measured(client, urls, rows, in_flight)[0] for rows in (asked.rows // 4, asked.rows))
+            row_ms = (big - small) / (asked.rows - asked.rows // 4) * 1000
+            print(f"{client:18}{in_flight:>10}{servers:>9}{tokens:>8}{row_ms:>9.2f} ms", flush=True)
     for rows in asked.memory:
         with serving(8, 300, core) as urls:
             _, imports, peak = measured("dfexp", urls, rows, 1024)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -141,6 +142,8 @@ class ServerClient:
         """Args: url without /v1; key or None; model name to send; connections, the most requests in flight."""
         self.url, self.model = url, model
         loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+        # Reading the certificates takes a server more time and memory than all else here; without TLS none is needed.
+        verify = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if urlsplit(url).scheme == "http" else True
         limits = openai.DEFAULT_CONNECTION_LIMITS.__class__(
             max_connections=connections, max_keepalive_connections=connections
         )
@@ -149,7 +152,7 @@ class ServerClient:
             api_key=key or "none",
             max_retries=0,
             timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # the whole answer has a limit of its own
-            http_client=openai.DefaultAioHttpClient(limits=limits, trust_env=not loopback),
+            http_client=openai.DefaultAioHttpClient(limits=limits, trust_env=not loopback, verify=verify),
         )
         self.openai.root = f"{url}/v1"
         self.openai.session = aiohttp.ClientSession(

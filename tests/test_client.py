@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from contextlib import aclosing
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion
 
 from dfexp import errors
 from dfexp.client import ServerClient, Sizes, context_sizes, first_max_tokens
@@ -95,6 +98,41 @@ async def test_retry_after_is_passed_on() -> None:
 async def test_a_silent_server_is_a_timeout() -> None:
     with pytest.raises(errors.TimedOut):
         await ask(lambda body, n: Hang(), timeout_s=0.3)
+
+
+async def test_an_answer_nested_too_deep_to_read_is_a_bad_answer() -> None:
+    with pytest.raises(errors.BadAnswer):
+        await ask(lambda body, n: Raw(200, "[" * 100_000))
+
+
+async def test_an_error_that_came_compressed_is_read() -> None:
+    page = gzip.compress(b'{"error": {"message": "no quota"}}')
+    with pytest.raises(errors.RateLimited, match="HTTP 429: no quota"):
+        await ask(lambda body, n: Raw(429, page, **{"Content-Encoding": "gzip"}))
+
+
+async def test_underneath_is_an_ordinary_openai_client_with_its_types_and_errors() -> None:
+    replies = [chat("hello"), chat("own way"), error(429, "slow down", **{"Retry-After": "3"}), Cut()]
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    async with (
+        ScriptedServer(lambda body, n: replies[n]) as server,
+        aclosing(ServerClient(url=server.url, key="sk-test", model="m", connections=4)) as client,
+    ):
+        create = client.openai.chat.completions.create
+        reply = await create(**asked, extra_body={"top_k": 3})
+        assert isinstance(reply, ChatCompletion)
+        assert reply.choices[0].message.content == "hello"
+        assert server.bodies[0] == {**asked, "top_k": 3}
+        raw = await client.openai.chat.completions.with_raw_response.create(**asked)
+        assert raw.parse().choices[0].message.content == "own way"
+        with pytest.raises(openai.RateLimitError, match="slow down") as caught:
+            await create(**asked)
+        assert caught.value.response.headers["Retry-After"] == "3"
+        assert caught.value.request.url == f"{server.url}/v1/chat/completions"
+        with pytest.raises(openai.APIConnectionError):
+            await create(**asked)
+        assert [model.id async for model in client.openai.models.list()] == ["m"]
+        assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-test"}
 
 
 async def test_bytes_that_are_no_http_are_a_bad_answer_or_a_lost_connection() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from dfexp.engines import Readiness, get_text
 from dfexp.errors import DfexpError, RequestError, TimedOut, Unreachable
 from dfexp.fleet import Fleet, Server, scrub
 from dfexp.generate.events import EventLog
+from dfexp.generate.progress import Recent
 from dfexp.params import AnyFleet, RunSpec
 from dfexp.records import ServerLimits
 from dfexp.rollout import Reading
@@ -69,7 +69,7 @@ class Lane:
         self.watching: asyncio.Task[None] | None = None
         self.done = self.errors = self.restarts = 0
         self._paused_until = 0.0
-        self._recent: deque[tuple[float, int]] = deque()
+        self._recent = Recent()
         self._last_sign = self._moved_at = time.monotonic()
         self._counted: float | None = None  # tokens of answers by the engine's counter, as last read
         self._computed: float | None = None  # tokens of any kind, when the counter last moved by itself
@@ -108,7 +108,7 @@ class Lane:
         self.done += 1
         self._deaths_in_a_row = self._errors_in_a_row = self._misses = 0
         self._last_sign = self._moved_at = now
-        self._recent.append((now, tokens or 0))
+        self._recent.add(now, tokens or 0)
 
     def failed(self) -> None:
         """Count an error, and look after the server soon: it may be dead."""
@@ -139,8 +139,6 @@ class Lane:
 
     def status(self, now: float, window_s: float) -> dict[str, Any]:
         """The lane's part of the status file; the rate counts tokens of whole answers over the window."""
-        while self._recent and self._recent[0][0] < now - window_s:
-            self._recent.popleft()
         return {
             "name": self.name,
             "state": "draining" if self.is_held and self.state == "ready" else self.state,
@@ -150,7 +148,7 @@ class Lane:
             "done": self.done,
             "errors": self.errors,
             "restarts": self.restarts,
-            "tok_per_s": sum(tokens for _, tokens in self._recent) / max(window_s, 1e-9),
+            "tok_per_s": self._recent.since(now - window_s)[1] / max(window_s, 1e-9),
         }
 
     def start_watch(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dfexp.generate.progress import WINDOW_S, Progress
+from dfexp.generate.progress import WINDOW_S, Progress, Recent
 
 
 def test_rates_cover_the_window_only() -> None:
@@ -17,6 +17,15 @@ def test_rates_cover_the_window_only() -> None:
     assert rates["tok_per_s"] == pytest.approx(100.0, rel=0.02)
     assert rates["mean_completion_tokens"] == 100
     assert rates["eta_s"] == pytest.approx(60.0)
+
+
+def test_the_window_moves_on_in_tenths_of_a_second_and_forgets_nothing_inside_it() -> None:
+    recent = Recent()
+    for step in range(1000):
+        recent.add(step / 100, 3)
+    assert recent.since(0.0) == (1000, 3000)
+    assert recent.since(9.0) == (100, 300)
+    assert recent.since(20.0) == (0, 0)
 
 
 def test_before_the_first_row_there_is_no_estimate_and_no_mean() -> None:
