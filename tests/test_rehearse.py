@@ -263,26 +263,29 @@ def real(project: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_two_variants_through_the_real_thing_and_again(real: Path) -> None:
-    """The second has a server that dies half way; each has its own rows, and a second time all is made anew."""
-    crash = {"kind": "crash", "server": 1, "at_s": 150.0}
-    path = rehearsal(
-        real, hours=0.08, variants={"calm": {"seen": {"at_s": 100, "num_running_reqs": 16}}, "dies": {
-            "fleet": {"faults": [crash]}, "generation": {"concurrency": "auto"}}},
-    )  # fmt: skip
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", "dfexp.cli", "rehearse", str(path), "--json"], capture_output=True, text=True,
-            check=False, timeout=200,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+def test_variants_through_the_real_thing_and_again(real: Path) -> None:
+    """One has a server that dies half way, one runs out of memory at the start, which does not stop the others."""
+    crash, no_memory = {"kind": "crash", "server": 1, "at_s": 150.0}, {"kind": "oom_at_start", "times": 9}
+    variants = {
+        "calm": {"seen": {"at_s": 100, "num_running_reqs": 16}},
+        "full": {"fleet": {"faults": [no_memory]}},
+        "dies": {"fleet": {"faults": [crash]}, "generation": {"concurrency": "auto"}},
+    }
+    path = rehearsal(real, hours=0.08, variants=variants)
+    argv = [sys.executable, "-m", "dfexp.cli", "rehearse", str(path), "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 1
+    assert "dfexp: full: server 127.0.0.1:" in done.stderr
     lines = json.loads(done.stdout)
     assert json.loads((real / "outputs/rehearsals/rehearsal-simulated.json").read_text()) == lines
+    again = subprocess.run([*argv, "--only", "calm"], capture_output=True, text=True, check=False, timeout=200)
+    assert again.returncode == 0, again.stderr
+    assert {line["variant"] for line in json.loads(again.stdout)} == {"calm"}
     found = {(line["variant"], line["figure"]): line["simulated"] for line in lines}
     assert found["calm", "num_running_reqs"] == pytest.approx(16, abs=0.5)
     assert (found["calm", "restarts"], found["dies", "restarts"]) == (0, 1)
     assert found["calm", "rows_failed"] == found["dies", "rows_failed"] == 0
-    for variant in read(path):
+    for variant in read(path, only=("calm", "dies")):
         rows = list(read_rows(generate.run_folder(variant.spec, real).completions))
         assert len({row["index"] for row in rows}) == len(rows) > 100
         memory = variant.setting.memory()
