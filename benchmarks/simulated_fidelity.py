@@ -152,6 +152,8 @@ def real_servers() -> None:
     for folder in filter(None, os.environ.get("DFEXP_SGLANG", "").split(":")):
         server = OnCpu.of(Path(folder))
         for name, scenario in {**SCENARIOS, **LONG}.items():
+            if server.version not in scenario.versions:
+                continue
             with tempfile.TemporaryDirectory() as logs:
                 found = compared(server, scenario, Path(logs) / "server.log")
             deviations = ", ".join(f"{what} {most:.3g}" for what, most in found.deviations.items())

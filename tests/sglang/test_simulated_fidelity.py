@@ -39,6 +39,7 @@ class Scenario:
     Attributes:
         early: answers end by a stop token, before their max_new_tokens; else all have the full length, which they keep
             when they are retracted.
+        versions: those that can do it on a CPU.
 
     """
 
@@ -46,6 +47,7 @@ class Scenario:
     flags: Mapping[str, Any]
     requests: tuple[Sizes, ...]
     early: bool = True
+    versions: tuple[str, ...] = ("0.5.12", "0.5.23")
 
 
 def requests(
@@ -97,6 +99,7 @@ LONG = {
         },
         requests=SHORT,
         early=False,
+        versions=("0.5.23",),  # before, whole pages need a kernel of Triton's
     ),
 }  # fmt: skip
 
@@ -318,6 +321,8 @@ def test_lines_are_those_of_a_real_server(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", LONG)
-def test_longer_lists_too(sglang: OnCpu, name: str, tmp_path: Path) -> None:
-    check(compared(sglang, LONG[name], tmp_path / "server.log"))
+def test_longer_lists_too(sglang: OnCpu, tmp_path: Path) -> None:
+    names = [name for name, scenario in LONG.items() if sglang.version in scenario.versions]
+    assert len(names) >= 2
+    for name in names:
+        check(compared(sglang, LONG[name], tmp_path / "server.log"))
