@@ -286,14 +286,15 @@ class Simulator:
 
     def _finish(self, steps: int) -> None:
         """The end of so many decode steps, or of the prefill batch."""
-        running, batch = len(self._running) + len(self._unseen), self._batch
+        running, batch = len(self._running) + (steps < 2) * len(self._unseen), self._batch
         self._batch, self._steps, self._lag = [], self._steps + steps, int(self._overlap and steps > 0)
         self._ratio = max(self._first_ratio * LOWEST_RESERVE, self._ratio - steps * self._decay)
         self.counters[DECODED] += len(self._running) * steps
         if batch:
             running += len(self._leaving)
             self._full = self._full and bool(self._running)  # the flag of an empty batch is lost
-        self._settle(steps)
+        for _ in range(2 if steps > 1 else 1):
+            self._settle(steps)
         for request, _ in batch:
             if request is self._chunked:
                 self._full = False
@@ -313,7 +314,7 @@ class Simulator:
             self._log(running, batch)
 
     def _settle(self, steps: int) -> None:
-        """What the scheduler learns by the time that this batch is over: places of requests that had ended are free."""
+        """What the scheduler learns while a prefill batch or a decode step runs: places of the ended are free."""
         late, unseen, self._unseen = self._config.settles_late, self._unseen, []
         if late and not steps:
             self._leaving += unseen
