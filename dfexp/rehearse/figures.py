@@ -52,7 +52,7 @@ def rows(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool) -> 
     Args: limits, of a server, as it said; whole, whether the whole run is simulated too.
     Raises RunError, CorruptShardError: the rehearsal's files are not there, or damaged.
     """
-    seen, lines = variant.seen.model_dump() if variant.seen else {}, []
+    seen, lines = variant.seen.model_dump(exclude={"at_s"}) if variant.seen else {}, []
     for figure, value in _figures(variant, root, limits, whole=whole).items():
         given = seen.get(figure)
         low, high = given if isinstance(given, list) else (given, given)
@@ -67,7 +67,7 @@ def frame(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """The table for a reader: for each figure what was simulated in each variant, what was seen, and the error."""
     columns: dict[str, dict[str, list[str]]] = {}
     for line in lines:
-        ends = dict.fromkeys(text(line[end]) for end in ("seen_low", "seen_high") if line[end] is not None)
+        ends = dict.fromkeys(f"{line[end]:,g}" for end in ("seen_low", "seen_high") if line[end] is not None)
         error = "" if line["error"] is None else f"{line['error']:+.1%}"
         cells = [text(line["simulated"]), "-".join(ends), error]
         columns.setdefault(line["variant"], {})[_label(line["figure"])] = cells
@@ -98,11 +98,13 @@ def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool)
     steady = _means(lines, setting, end_s / 2, end_s)
     found = {
         **{name: said[name] for name in SeenPart.model_fields if said.get(name)},
+        "at_s": at_s,
         **_means(lines, setting, at_s / 2, at_s),
         "completions": len(tokens),
         "mean_completion_tokens": float(tokens.mean()),
         "completions_per_s": len(tokens) / at_s,
         **{f"steady_{name}": value for name, value in steady.items()},
+        "rehearsed_hours": end_s / 3600,
         "restarts": sum(server["restarts"] for server in servers),
         "rows_failed": len(data.failures),
     }
