@@ -40,6 +40,7 @@ ORDER = (
     "preflight",
     "fleet",
     "client",
+    "diagnose",
     "rollout",
     "generate",
     "tables",

@@ -1,0 +1,377 @@
+"""What limits servers and a fleet, with evidence, what lifting it gains, and how: samples and a plan -> findings. Pure.
+
+    for finding in diagnose([Watched(name=..., samples=..., limits=..., limit=64), ...], rows_left=9000, planned=None):
+        finding.kind, finding.server, finding.evidence, finding.change, finding.gain
+
+Every server has at most one binding finding, and so has the fleet, whose `server` is None and which comes first. What
+limits a server is judged at a steady state that was found in its samples; of a ramp or a drain nothing else is said.
+Running requests are judged against the cap and by the queue, never by `mamba_usage` alone: at the cap it reads 2/3 with
+`no_buffer`, and 1.00 without the radix cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median, mode
+from typing import Any, Literal
+
+import numpy as np
+
+from dfexp.capacity.errors import CapacityError
+from dfexp.capacity.planner import Plan, Setting
+from dfexp.capacity.throughput import Prediction
+from dfexp.estimate import server_rate
+from dfexp.records import EngineSample, ServerLimits
+
+Phase = Literal["idle", "unknown", "ramping", "steady", "draining"]
+STALLED_S = 60.0
+"""A server that has work and moves no counter for so long is stuck; an idle one's gauges keep their values for 30 s."""
+# Of a steady state at least: samples, seconds; seconds without work that are idle; FLOPs per byte of GPUs, about: a
+# prefilled token takes a running / 200th of the time of a decoded one.
+_LEAST_SAMPLES, _LEAST_S, _IDLE_S, _FLOPS_PER_BYTE, _QUART = 4, 15.0, 30.0, 200, (25, 50, 75)
+# Shares: of the cap; of the level, where ramp and drain are cut; a trend; of samples with a queue, requests, answers.
+_FULL, _NEAR, _CHANGED, _QUEUED, _RETRACTED, _GARBAGE = 0.97, 0.9, 0.05, 0.25, 0.02, 0.02
+# A gain; siblings' rate, and before as many have finished as run; the plan's rate and room; usages: of the KV pool that
+# admission allows, and that tells even without a queue; of a state pool without a free slot.
+_WORTH, _SLOWER, _MUCH_SLOWER, _LESS, _ADMITTED, _CROWDED, _NO_SLOT = 1.03, 0.9, 0.6, 0.75, 0.8, 0.85, 0.99
+_POOLS = ("max_running_requests", "max_total_num_tokens", "max_mamba_cache_size")
+_COUNTERS = ("num_requests_total", "realtime_decode_tokens_total", "realtime_prefill_tokens_total")
+_SIGNS = (*_COUNTERS, "generation_tokens_total", "gen_throughput", "kv_used_tokens")
+_ROOM = ("num_running_reqs", "full_token_usage")
+_STATE = ("mamba_usage", "mamba_used_tokens")
+_GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "token_usage", *_STATE)
+_SAID = {
+    "num_running_reqs": "{:.0f} requests run", "max_running_requests": "{:.0f} can",
+    "num_queue_reqs": "{:.0f} wait", "full_token_usage": "KV usage {:.2f}",
+    "mamba_usage": "state usage {:.2f}", "tok_per_s": "{:,.0f} tok/s",
+}  # fmt: skip
+_CHANGES = {
+    "unhealthy": "see its log", "stalled": "restart it; a run does so after generation.stall_s",
+    "garbage output": "compare its answers without disable_radix_cache, speculation and attention_backend",
+    "small pool": "compare flags, version and free memory with the plan's", "slow server": "see its GPU's clocks",
+    "retraction": "fleet.flags: {schedule_conservativeness: 1.3}, or 1.3 times what it is, so that fewer are admitted",
+    "state pool": "restart it if it holds more than requests need, else raise fleet.flags.max_mamba_cache_size",
+    "KV pool": "generation.max_tokens nearer to real answers: admission reserves up to 4,096 tokens of it",
+    "prefill": "fleet.flags.chunked_prefill_size, as `dfexp plan` ranks it",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """One server over the time that is judged: the last minutes, or a whole run.
+
+    Attributes:
+        samples: in order of time, of pages of /metrics or of lines of a log.
+        flags: what it was started with, under any spelling; servers with the same ones are siblings.
+        state: of its lane, at the end.
+        limit: requests that the client keeps there at the most.
+        long_in_flight: requests that are there at the end and were sent `STALLED_S` before it, or earlier.
+        request_s: mean seconds of a request; tells how long a ramp takes where samples have no `num_requests_total`, as
+            those of logs, which are taken to begin with a start.
+        answers, garbage: answers of that time, and how many of them were flagged as garbage.
+    """
+
+    name: str
+    samples: Sequence[EngineSample] = ()
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    state: str = "ready"
+    limit: int | None = None
+    long_in_flight: int = 0
+    request_s: float | None = None
+    answers: int = 0
+    garbage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the capacity model says of such a server: its setting, and `make_plan(setting)`, which takes a second."""
+
+    setting: Setting
+    plan: Plan
+
+    def at(self, limits: ServerLimits, requests: float) -> Prediction | None:
+        """With the room that a server really has, and so many requests; None where the model has no answer."""
+        room = {name: value for name in _POOLS if (value := getattr(limits, name))}
+        with suppress(CapacityError):
+            return self.setting.predict(replace(self.plan.current.memory, **room), max(1, round(requests)))
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is so, and what to do about it.
+
+    Attributes:
+        kind: unhealthy, stalled, garbage output, slow server, small pool; ramping, draining; client-limited,
+            request-cap, state pool, KV pool, retraction, prefill, and bandwidth: as good as it gets.
+        server: None: the fleet.
+        severity: fault: something is broken; limit: there is something to gain; note: as it has to be.
+        evidence: a sentence with numbers, units and window.
+        numbers: what it rests on, under SGLang's names where it has one: medians over the window, of the time in which
+            requests waited where that was much of it; of counters by how much they grew.
+        window: first and last second that it is about, by the samples' clock; (0, 0): it is about no time.
+        gain: the factor on tokens/s; the evidence says whether it was predicted or is a bound. None: not known.
+        change: what to set or do, "" for nothing.
+        is_binding: it is what limits the server or the fleet now; others come next, or stand beside it.
+    """
+
+    kind: str
+    server: str | None
+    severity: Literal["fault", "limit", "note"]
+    evidence: str
+    numbers: dict[str, float] = field(default_factory=dict)
+    window: tuple[float, float] = (0.0, 0.0)
+    gain: float | None = None
+    change: str = ""
+    is_binding: bool = True
+
+
+def phase(server: Watched, *, may_drain: bool = True) -> tuple[Phase, Sequence[EngineSample]]:
+    """What a server does at the end of its samples, or did steadily for half of them; and the samples that show it.
+
+    Ramping: requests still come to run, or fewer have finished since the start than run now. Draining: they run out.
+    Of a steady state only those samples are returned that surely belong to it. Unknown: too few to tell.
+
+    Args: may_drain, False while so many prompts are left that a running number which falls is the client's doing.
+    """
+    told = [each for each in server.samples if each.num_running_reqs is not None]
+    # A line of a prefill, which has no rate, leaves out whom it has just admitted.
+    told = [each for each in told if each.gen_throughput is not None] or told
+    busy = [each for each in told if each.num_running_reqs or each.num_queue_reqs]
+    found = [_judged(part, server.request_s, may_drain=may_drain) for part in _parts(busy)]
+    steady = max((each for each in found if each[0] == "steady"), key=lambda each: len(each[1]), default=None)
+    if steady and len(steady[1]) >= len(told) / 2:
+        return steady
+    return found[-1] if found and told[-1].at - busy[-1].at <= _IDLE_S else ("idle", told)
+
+
+def _parts(busy: Sequence[EngineSample]) -> list[Sequence[EngineSample]]:
+    """Stretches of work: cut where the server began again, had nothing to do, or nobody looked."""
+    gaps, cuts = [after.at - before.at for before, after in pairwise(busy)] or [0.0], [0] * bool(busy)
+    most_s = max(_IDLE_S, 6 * median(gaps))
+    for place, (before, after) in enumerate(pairwise(busy), 1):
+        pairs = [(getattr(before, name), getattr(after, name)) for name in _COUNTERS]
+        is_new = any(None not in pair and pair[1] < pair[0] for pair in pairs)
+        cuts += [place] * (is_new or gaps[place - 1] > most_s)
+    return [busy[start:end] for start, end in pairwise([*cuts, len(busy)])]
+
+
+def _judged(part: Sequence[EngineSample], request_s: float | None, *, may_drain: bool) -> tuple[Phase, Any]:
+    """The phase of one stretch of work, and its samples."""
+    level, first = float(np.percentile(_values(part, "num_running_reqs"), 75)), part[0]
+    body = [each for each in part if each.at >= first.at + (request_s or 0.0)]
+    if any(_values(part, name) for name in _COUNTERS):
+        is_start = all((each.num_running_reqs or 0) < level / 2 for each in part[:2])
+        before = (first.num_requests_total or 0) if is_start else 0
+        body = [each for each in part if (each.num_requests_total or 0) - before >= level]
+    full = [place for place, each in enumerate(body) if (each.num_running_reqs or 0) >= _NEAR * level] or [0]
+    end = full[-1] + 1 if may_drain and not part[-1].num_queue_reqs else len(body)
+    drains, body = end < len(body), body[full[0] : end]
+    while len(body) >= _LEAST_SAMPLES and body[-1].at - body[0].at >= _LEAST_S:
+        half, trend = len(body) // 2, _trend(_values(body, "num_running_reqs"))
+        drains = trend < 0 and may_drain and not any(each.num_queue_reqs for each in body[half:])
+        if not trend or (trend < 0 and not drains):
+            return "steady", body[half:] if trend else body
+        body = body[:half] if drains else body[half:]
+    is_told = len(part) >= _LEAST_SAMPLES and part[-1].at - first.at >= _LEAST_S
+    return ("draining" if drains else "ramping") if is_told else "unknown", part
+
+
+def _trend(running: Sequence[float]) -> int:
+    """1: the second half clearly runs more than the first, -1: fewer, 0: neither."""
+    (low, middle, high), (low2, middle2, high2) = (np.percentile(half, _QUART) for half in np.array_split(running, 2))
+    differs = abs(middle2 - middle) >= max(1.0, _CHANGED * middle)
+    return int(differs and low2 >= high) - int(differs and high2 <= low)
+
+
+def _values(samples: Sequence[EngineSample], name: str) -> list[float]:
+    return [value for each in samples if (value := getattr(each, name)) is not None]
+
+
+def diagnose(
+    servers: Sequence[Watched], *, rows_left: int | None = None, planned: Planned | None = None
+) -> list[Finding]:
+    """What is worth knowing of these servers: the fleet's binding finding, then by severity. Empty: nothing is known.
+
+    Args: rows_left, prompts that were not sent at the end of the samples, None where nobody counted, and for a run that
+    is over and judged as a whole; planned, what the capacity model says of each of these servers.
+    """
+    rooms = [(each.limits.max_running_requests, each.limit) for each in servers if each.state == "ready"]
+    few_left = rows_left is not None and rows_left < sum(min(filter(None, room), default=0) for room in rooms)
+    found, steady = list[Finding](), list[tuple[Watched, Finding]]()
+    for server in servers:
+        found += (faults := _faults(server, planned))
+        kind, samples = phase(server, may_drain=few_left or rows_left is None)
+        if kind in ("idle", "unknown") or any(each.is_binding for each in faults):
+            continue
+        seen = _seen(server, samples, planned)
+        kind = "draining" if few_left and _has_free(seen) else kind
+        steady += [(server, seen)] * (kind == "steady")
+        found += _limits(server, seen, planned) if kind == "steady" else [_told(seen, kind, "Not a steady state.")]
+    found += _slow(steady)
+    found.sort(key=lambda each: (("fault", "limit", "note").index(each.severity), not each.is_binding))
+    return _fleet([each for each in found if each.is_binding], len(servers)) + found
+
+
+def _faults(server: Watched, planned: Planned | None) -> list[Finding]:
+    """A server that is away, or gets nowhere behind a green health check, or answers garbage, or has little room."""
+    still_s, memory = _still_s(server), planned.plan.current.memory if planned else server.limits
+    room = [(name, getattr(server.limits, name) or 0, getattr(memory, name) or 0) for name in _POOLS]
+    short = [f"{name} {there:,} of {plan:,} planned" for name, there, plan in room if 0 < there < _LESS * plan]
+    about = Finding(kind="", server=server.name, severity="fault", evidence=f"{server.name}: ")
+    cases = (
+        (server.state in ("down", "suspect", "quarantined"), "unhealthy", f"it is {server.state} and gets no prompts."),
+        (still_s >= STALLED_S, "stalled", f"no token for {still_s:.0f} s, and {server.long_in_flight} sent long ago."),
+        (server.garbage >= max(3, _GARBAGE * server.answers), "garbage output",
+         f"{server.garbage} of {server.answers} answers, all with HTTP 200."),
+    )  # fmt: skip
+    found = [_told(about, kind, words) for is_so, kind, words in cases if is_so][:1]
+    return found + [_told(about, "small pool", f"{', '.join(short)}.", is_binding=False)] * bool(short)
+
+
+def _still_s(server: Watched) -> float:
+    """For how long there was work and nothing moved; 0 where samples cannot tell."""
+    still = []
+    for each in reversed(server.samples):
+        works = each.num_running_reqs or each.num_queue_reqs or (server.long_in_flight and each.num_running_reqs == 0)
+        tells = each.gen_throughput is not None or each.realtime_decode_tokens_total is not None
+        if not works or not tells or any(getattr(each, sign) != getattr(server.samples[-1], sign) for sign in _SIGNS):
+            break
+        still.append(each.at)
+    return still[0] - still[-1] if still else 0.0
+
+
+def _seen(server: Watched, samples: Sequence[EngineSample], planned: Planned | None) -> Finding:
+    """What a server shows over one phase: numbers, and the beginning of a sentence, for findings to be made of."""
+    numbers, queue, cap = dict[str, float](), _values(samples, "num_queue_reqs"), server.limits.max_running_requests
+    numbers |= {"queued_share": sum(map(bool, queue)) / len(queue)} if queue else {}
+    meant = [each for each in samples if each.num_queue_reqs or numbers.get("queued_share", 0.0) < _QUEUED]
+    numbers |= {name: median(values) for name in _GAUGES if (values := _values(meant, name))}
+    if "mamba_usage" not in numbers and "token_usage" in numbers:
+        numbers.setdefault("full_token_usage", numbers["token_usage"])  # the only pool that there is
+    for name in (*_COUNTERS, "num_retracted_requests_total"):
+        numbers[name] = (getattr(samples[-1], name) or 0.0) - (getattr(samples[0], name) or 0.0)
+    running, times = max(1.0, numbers["num_running_reqs"]), [each.at for each in samples]
+    rate = server_rate([(times, [each.realtime_decode_tokens_total for each in samples])], times[0], times[-1])
+    numbers["tok_per_s"] = rate.value if rate else float(np.mean(_values(samples, "gen_throughput") or [0.0]))
+    numbers |= {"tok_per_s_error": rate.error if rate else 0.0, **({_POOLS[0]: cap} if cap else {})}
+    if planned and (base := planned.at(server.limits, running)):
+        numbers["planned_tok_per_s"] = base.tok_per_s
+    prefilled = numbers[_COUNTERS[2]] * running / _FLOPS_PER_BYTE
+    numbers["prefill_share"] = prefilled / max(1.0, prefilled + numbers[_COUNTERS[1]])
+    said = [form.format(numbers[name]) for name, form in _SAID.items() if name in numbers]
+    evidence = f"{server.name}: {', '.join(said)} ({len(samples)} samples, {times[-1] - times[0]:.0f} s). "
+    window = times[0], times[-1]
+    return Finding(kind="", server=server.name, severity="note", evidence=evidence, numbers=numbers, window=window)
+
+
+def _told(about: Finding, kind: str, words: str, change: str | None = None, **more: Any) -> Finding:
+    """A finding of what was seen."""
+    change = _CHANGES.get(kind, "") if change is None else change
+    severity = about.severity if about.severity == "fault" or not change else "limit"
+    return replace(about, kind=kind, evidence=about.evidence + words, change=change, severity=severity, **more)
+
+
+def _has_free(seen: Finding) -> bool:
+    """Whether slots are free and none waits for them, as far as it says."""
+    cap, queued = seen.numbers.get("max_running_requests", 0.0), seen.numbers.get("queued_share", 1.0)
+    return seen.numbers["num_running_reqs"] < _FULL * cap and queued < _QUEUED
+
+
+def _limits(server: Watched, seen: Finding, planned: Planned | None) -> list[Finding]:
+    """What limits a server at a steady state, and what would next."""
+    numbers, cap, limit = seen.numbers, server.limits.max_running_requests or 0, server.limit
+    (change, gain), now, running = _lift(server, seen, planned), numbers.get("planned_tok_per_s"), numbers[_ROOM[0]]
+    pays = bool(change) and (gain or _WORTH) >= _WORTH
+    if _has_free(seen):
+        full = planned.at(server.limits, cap) if planned and now else None
+        most, how = (full.tok_per_s / now, "predicted") if full and now else (cap / max(1.0, running), "at the most")
+        lags = f"the client may keep {limit} there and does not: see its CPU and its open-file limit"
+        more = lags if limit and limit * _NEAR > running else f"generation.concurrency: {cap}"
+        words = f"Slots are free and none waits: {most - 1:+.0%} with all in use ({how})."
+        if most >= _WORTH:
+            client = _told(seen, "client-limited", words, more, gain=most)
+            words = f"The cap, which limits it next: {_origin(server)[0]}."
+            return [client] + [_told(seen, "request-cap", words, change, gain=gain, is_binding=False)] * pays
+    kind, words, bound = _inside(server, seen)
+    if kind in ("request-cap", "KV pool") and now and not pays and numbers["tok_per_s"] >= _LESS * now:
+        kind, words = "bandwidth", f"As good as it gets: no flags of the plan gain more. {words}"
+    new = change if pays and (now or kind == "request-cap") else None
+    return [_told(seen, kind, words, new, gain=gain or bound)] if kind else []
+
+
+def _inside(server: Watched, seen: Finding) -> tuple[str, str, float | None]:
+    """What in the server limits it, "" where nothing tells; the words for it, and a bound of the gain."""
+    numbers, cap, running = seen.numbers, server.limits.max_running_requests or 0, seen.numbers["num_running_reqs"]
+    kv, mamba, held, share = (numbers.get(name, 0.0) for name in ("full_token_usage", *_STATE, "prefill_share"))
+    put_back, finished = numbers["num_retracted_requests_total"], numbers["num_requests_total"]
+    waits = cap and numbers.get("queued_share", 0.0) >= _QUEUED
+    cases: tuple[tuple[Any, str, str, float | None], ...] = (
+        (put_back >= max(2, _RETRACTED * (finished or running)), "retraction",
+         f"{put_back:.0f} were put back for want of KV room, {finished:.0f} finished.", None),
+        (share >= _QUEUED and finished >= running / 2, "prefill",
+         f"For about {share:.0%} of the time prefills stop decoding: a bound of the gain.", 1 / max(1 - share, 1e-3)),
+        (cap and (running >= _FULL * cap or _has_free(seen)), "request-cap", f"The cap: {_origin(server)[0]}.", None),
+        (waits and mamba >= _NO_SLOT, "state pool",
+         f"No state slot is free; {held / max(1.0, running):.1f} are held for each that runs.", None),
+        ((waits and kv) or kv >= _CROWDED, "KV pool", "Slots are free; admission keeps KV room for what runs.", None),
+        (True, "", "", None),
+    )  # fmt: skip
+    return next(case[1:] for case in cases if case[0])
+
+
+def _origin(server: Watched) -> tuple[str, int]:
+    """What set the request cap, in words, and the state slots that it counts for each request."""
+    cap, tokens, slots = (getattr(server.limits, name) or 0 for name in _POOLS)
+    if server.flags.get("max_running_requests") == cap:
+        return f"max_running_requests {cap}, as asked for", 1
+    if per := next((per for per in (1, 3, 4, 5) if slots // per == cap), 0):
+        return f"state pool, {slots} slots // {per} a request = {cap}", per
+    return f"KV pool, {tokens} tokens // 2" if tokens // 2 == cap else "it is not known what set it", 1
+
+
+def _lift(server: Watched, seen: Finding, planned: Planned | None) -> tuple[str, float | None]:
+    """The change that lets more run, and the factor that the plan predicts; without a plan by the room that is left."""
+    cap, running, kv = server.limits.max_running_requests or 0, *(seen.numbers.get(each, 0.0) for each in _ROOM)
+    gain, hint = None, ""
+    if planned and (now := seen.numbers.get("planned_tok_per_s")):
+        best = max(planned.plan.ranked, key=lambda each: each.prediction.tok_per_s)
+        most, gain = int(best.prediction.running), best.prediction.tok_per_s / now
+        new: dict[str, Any] = {name: value for name, (_, value) in best.changes.items()}
+    else:
+        asked = server.flags.get("max_running_requests") or 0
+        room = kv and running * _ADMITTED / kv, server.limits.max_mamba_cache_size, asked * (asked > cap)
+        most = int(min(filter(None, room), default=0))
+        new = {"max_running_requests": most} if most >= _WORTH * cap else {}
+        if new and _origin(server)[1] > 1:  # no_buffer: 0.5.12 refuses extra_buffer then
+            new = {"disable_radix_cache": True, "mamba_strategy": "no_buffer", **new}
+            hint = " (where prompts share prefixes see `dfexp plan`)"
+    parts = [f"fleet.flags: {json.dumps(new)}".replace('"', "")] * bool(new)
+    parts += ["generation.concurrency: auto"] * bool(new and server.limit and server.limit < most)
+    return " and ".join(parts) + hint, gain
+
+
+def _slow(steady: Sequence[tuple[Watched, Finding]]) -> Iterator[Finding]:
+    """Servers that are slower by more than noise than others with the same settings and as many requests."""
+    for server, seen in steady:
+        rate, finished, running = (seen.numbers[name] for name in ("tok_per_s", _COUNTERS[0], "num_running_reqs"))
+        kin = [other.numbers for each, other in steady if each is not server and each.flags == server.flags]
+        rates = [one["tok_per_s"] for one in kin if abs(one["num_running_reqs"] - running) <= (1 - _NEAR) * running]
+        usual = median(rates or [0.0])
+        if rate + 2 * seen.numbers["tok_per_s_error"] < (_MUCH_SLOWER if finished < running else _SLOWER) * usual:
+            slow, gain = replace(seen, severity="fault", is_binding=False), usual / max(1e-9, rate)
+            yield _told(slow, "slow server", f"Others like it: {usual:,.0f} tok/s.", gain=gain)
+
+
+def _fleet(bound: Sequence[Finding], servers: int) -> list[Finding]:
+    """What limits most servers is what limits the fleet; the others gain nothing."""
+    alike = [each for each in bound if each.kind == mode(each.kind for each in bound)]
+    words, share = f"{len(alike)} of {servers} servers, such as ", len(alike) / max(1, servers)
+    numbers: dict[str, float] = {"servers": servers, "limited": len(alike)}
+    return [replace(first, server=None, evidence=words + first.evidence, numbers=numbers,
+                    gain=first.gain and 1 + (first.gain - 1) * share) for first in alike[:1]]  # fmt: skip
