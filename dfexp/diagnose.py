@@ -41,9 +41,7 @@ _WORTH, _SLOWER, _MUCH_SLOWER, _LESS, _ADMITTED, _CROWDED, _NO_SLOT = 1.03, 0.9,
 _POOLS = ("max_running_requests", "max_total_num_tokens", "max_mamba_cache_size")
 _COUNTERS = ("num_requests_total", "realtime_decode_tokens_total", "realtime_prefill_tokens_total")
 _SIGNS = (*_COUNTERS, "generation_tokens_total", "gen_throughput", "kv_used_tokens")
-_ROOM = ("num_running_reqs", "full_token_usage")
-_STATE = ("mamba_usage", "mamba_used_tokens")
-_GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "token_usage", *_STATE)
+_GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "token_usage", "mamba_usage", "mamba_used_tokens")
 _SAID = {
     "num_running_reqs": "{:.0f} requests run", "max_running_requests": "{:.0f} can",
     "num_queue_reqs": "{:.0f} wait", "full_token_usage": "KV usage {:.2f}",
@@ -67,7 +65,7 @@ class Watched:
     Attributes:
         samples: in order of time, of pages of /metrics or of lines of a log.
         flags: what it was started with, under any spelling; servers with the same ones are siblings.
-        state: of its lane, at the end.
+        state: of its lane, at the end; what one that is not ready does is not judged: it is away, or being changed.
         limit: requests that the client keeps there at the most.
         long_in_flight: requests that are there at the end and were sent `STALLED_S` before it, or earlier.
         request_s: mean seconds of a request; tells how long a ramp takes where samples have no `num_requests_total`, as
@@ -132,7 +130,8 @@ class Finding:
 
 
 def phase(server: Watched, *, may_drain: bool = True) -> tuple[Phase, Sequence[EngineSample]]:
-    """What a server does at the end of its samples, or did steadily for half of them; and the samples that show it.
+    """What a server does at the end of its samples, or did steadily for half of them; and the samples that show it: of
+    several steady stretches, between which it was restarted or idle, the longest.
 
     Ramping: requests still come to run, or fewer have finished since the start than run now. Draining: they run out.
     Of a steady state only those samples are returned that surely belong to it. Unknown: too few to tell.
@@ -144,9 +143,9 @@ def phase(server: Watched, *, may_drain: bool = True) -> tuple[Phase, Sequence[E
     told = [each for each in told if each.gen_throughput is not None] or told
     busy = [each for each in told if each.num_running_reqs or each.num_queue_reqs]
     found = [_judged(part, server.request_s, may_drain=may_drain) for part in _parts(busy)]
-    steady = max((each for each in found if each[0] == "steady"), key=lambda each: len(each[1]), default=None)
-    if steady and len(steady[1]) >= len(told) / 2:
-        return steady
+    steady = [each for each in found if each[0] == "steady"]
+    if steady and sum(len(samples) for _, samples in steady) >= len(told) / 2:
+        return max(steady, key=lambda each: len(each[1]))
     return found[-1] if found and told[-1].at - busy[-1].at <= _IDLE_S else ("idle", told)
 
 
@@ -207,7 +206,7 @@ def diagnose(
     for server in servers:
         found += (faults := _faults(server, planned))
         kind, samples = phase(server, may_drain=few_left or rows_left is None)
-        if kind in ("idle", "unknown") or any(each.is_binding for each in faults):
+        if kind in ("idle", "unknown") or server.state != "ready" or any(each.is_binding for each in faults):
             continue
         seen = _seen(server, samples, planned)
         kind = "draining" if few_left and _has_free(seen) else kind
@@ -286,7 +285,8 @@ def _has_free(seen: Finding) -> bool:
 def _limits(server: Watched, seen: Finding, planned: Planned | None) -> list[Finding]:
     """What limits a server at a steady state, and what would next."""
     numbers, cap, limit = seen.numbers, server.limits.max_running_requests or 0, server.limit
-    (change, gain), now, running = _lift(server, seen, planned), numbers.get("planned_tok_per_s"), numbers[_ROOM[0]]
+    running, now = numbers["num_running_reqs"], numbers.get("planned_tok_per_s")
+    change, gain = _lift(server, seen, planned)
     pays = bool(change) and (gain or _WORTH) >= _WORTH
     if _has_free(seen):
         full = planned.at(server.limits, cap) if planned and now else None
@@ -307,8 +307,8 @@ def _limits(server: Watched, seen: Finding, planned: Planned | None) -> list[Fin
 
 def _inside(server: Watched, seen: Finding) -> tuple[str, str, float | None]:
     """What in the server limits it, "" where nothing tells; the words for it, and a bound of the gain."""
-    numbers, cap, running = seen.numbers, server.limits.max_running_requests or 0, seen.numbers["num_running_reqs"]
-    kv, mamba, held, share = (numbers.get(name, 0.0) for name in ("full_token_usage", *_STATE, "prefill_share"))
+    numbers, cap = dict.fromkeys(_GAUGES, 0.0) | seen.numbers, server.limits.max_running_requests or 0
+    running, kv, share = numbers["num_running_reqs"], numbers["full_token_usage"], numbers["prefill_share"]
     put_back, finished = numbers["num_retracted_requests_total"], numbers["num_requests_total"]
     waits = cap and numbers.get("queued_share", 0.0) >= _QUEUED
     cases: tuple[tuple[Any, str, str, float | None], ...] = (
@@ -317,8 +317,8 @@ def _inside(server: Watched, seen: Finding) -> tuple[str, str, float | None]:
         (share >= _QUEUED and finished >= running / 2, "prefill",
          f"For about {share:.0%} of the time prefills stop decoding: a bound of the gain.", 1 / max(1 - share, 1e-3)),
         (cap and (running >= _FULL * cap or _has_free(seen)), "request-cap", f"The cap: {_origin(server)[0]}.", None),
-        (waits and mamba >= _NO_SLOT, "state pool",
-         f"No state slot is free; {held / max(1.0, running):.1f} are held for each that runs.", None),
+        (waits and numbers["mamba_usage"] >= _NO_SLOT, "state pool", "No state slot is free; for each that runs "
+         f"{numbers['mamba_used_tokens'] / max(1.0, running):.1f} are held.", None),
         ((waits and kv) or kv >= _CROWDED, "KV pool", "Slots are free; admission keeps KV room for what runs.", None),
         (True, "", "", None),
     )  # fmt: skip
@@ -331,29 +331,28 @@ def _origin(server: Watched) -> tuple[str, int]:
     if server.flags.get("max_running_requests") == cap:
         return f"max_running_requests {cap}, as asked for", 1
     if per := next((per for per in (1, 3, 4, 5) if slots // per == cap), 0):
-        return f"state pool, {slots} slots // {per} a request = {cap}", per
+        hint = ", 1 a request without the radix cache, which is of no use where prompts share no prefix" * (per > 1)
+        return f"state pool, {slots} slots // {per} a request = {cap}{hint}", per
     return f"KV pool, {tokens} tokens // 2" if tokens // 2 == cap else "it is not known what set it", 1
 
 
 def _lift(server: Watched, seen: Finding, planned: Planned | None) -> tuple[str, float | None]:
     """The change that lets more run, and the factor that the plan predicts; without a plan by the room that is left."""
-    cap, running, kv = server.limits.max_running_requests or 0, *(seen.numbers.get(each, 0.0) for each in _ROOM)
-    gain, hint = None, ""
+    cap, asked = server.limits.max_running_requests or 0, server.flags.get("max_running_requests") or 0
+    running, kv, gain = seen.numbers["num_running_reqs"], seen.numbers.get("full_token_usage"), None
     if planned and (now := seen.numbers.get("planned_tok_per_s")):
         best = max(planned.plan.ranked, key=lambda each: each.prediction.tok_per_s)
         most, gain = int(best.prediction.running), best.prediction.tok_per_s / now
         new: dict[str, Any] = {name: value for name, (_, value) in best.changes.items()}
     else:
-        asked = server.flags.get("max_running_requests") or 0
         room = kv and running * _ADMITTED / kv, server.limits.max_mamba_cache_size, asked * (asked > cap)
         most = int(min(filter(None, room), default=0))
         new = {"max_running_requests": most} if most >= _WORTH * cap else {}
         if new and _origin(server)[1] > 1:  # no_buffer: 0.5.12 refuses extra_buffer then
             new = {"disable_radix_cache": True, "mamba_strategy": "no_buffer", **new}
-            hint = " (where prompts share prefixes see `dfexp plan`)"
     parts = [f"fleet.flags: {json.dumps(new)}".replace('"', "")] * bool(new)
     parts += ["generation.concurrency: auto"] * bool(new and server.limit and server.limit < most)
-    return " and ".join(parts) + hint, gain
+    return " and ".join(parts), gain
 
 
 def _slow(steady: Sequence[tuple[Watched, Finding]]) -> Iterator[Finding]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from itertools import repeat
 from pathlib import Path
@@ -314,6 +315,21 @@ def test_a_server_that_is_away(state: str) -> None:
     assert state in found[1].evidence
 
 
+def test_a_server_that_is_being_changed_is_left_alone() -> None:
+    assert diagnose([replace(window(reference("after"), 1500, 1800), state="draining")], rows_left=9000) == []
+
+
+def test_the_fleets_gain_counts_the_servers_that_gain() -> None:
+    server = window(reference("after"), 1500, 1800)
+    servers = [replace(server, name=f"a:{nth}") for nth in range(4)]
+    found = diagnose([*servers[:3], replace(servers[3], state="down")])
+    assert [each.kind for each in found if each.is_binding] == ["client-limited", "unhealthy", *["client-limited"] * 3]
+    assert found[0].server is None
+    assert found[0].gain == pytest.approx(1 + 0.125 * 3 / 4)
+    assert found[0].numbers == {"servers": 4, "limited": 3}
+    json.dumps([asdict(each) for each in found], allow_nan=False)
+
+
 # Reports of others: A1 to B29
 
 
@@ -374,7 +390,7 @@ def test_a14_slots_that_leak() -> None:
     limits = ServerLimits(max_running_requests=30, max_mamba_cache_size=90)
     found = diagnose([Watched(name="a:1", samples=samples, limits=limits)])
     assert kinds(found) == ["state pool"]
-    assert "22.5 are held for each" in found[1].evidence
+    assert "for each that runs 22.5 are held" in found[1].evidence
     assert found[1].change.startswith("restart it")
 
 
@@ -473,6 +489,14 @@ def test_a_restart_in_the_window() -> None:
     ramp = diagnose([replace(reference("after"), samples=[*before[-10:], *again])], rows_left=9000)
     assert kinds(ramp) == ["ramping"]
     assert ramp[0].window[0] == 1905
+
+
+def test_a_run_of_many_restarts_is_judged_by_its_steady_time() -> None:
+    whole = reference("after").samples
+    samples = [replace(each, at=each.at + 2000 * nth) for nth in range(5) for each in whole]
+    found = diagnose([replace(reference("after"), samples=samples)])
+    assert kinds(found) == ["client-limited", "request-cap"]
+    assert found[0].window[1] - found[0].window[0] > 1500
 
 
 def test_looks_that_are_missing() -> None:
