@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median, mode
+from statistics import fmean, median, mode, quantiles
 from typing import Any, Literal
 
-import numpy as np
-
-from dfexp.capacity.errors import CapacityError
 from dfexp.capacity.planner import Plan, Setting
-from dfexp.capacity.throughput import Prediction
 from dfexp.estimate import server_rate
 from dfexp.records import EngineSample, ServerLimits
 
@@ -32,7 +27,7 @@ STALLED_S = 60.0
 """A server that has work and moves no counter for so long is stuck; an idle one's gauges keep their values for 30 s."""
 # Of a steady state at least: samples, seconds; seconds without work that are idle; FLOPs per byte of GPUs, about: a
 # prefilled token takes a running / 200th of the time of a decoded one.
-_LEAST_SAMPLES, _LEAST_S, _IDLE_S, _FLOPS_PER_BYTE, _QUART = 4, 15.0, 30.0, 200, (25, 50, 75)
+_LEAST_SAMPLES, _LEAST_S, _IDLE_S, _FLOPS_PER_BYTE = 4, 15.0, 30.0, 200
 # Shares: of the cap; of the level, where ramp and drain are cut; a trend; of samples with a queue, requests, answers.
 _FULL, _NEAR, _CHANGED, _QUEUED, _RETRACTED, _GARBAGE = 0.97, 0.9, 0.05, 0.25, 0.02, 0.02
 # A gain; siblings' rate, and before as many have finished as run; the plan's rate and room; usages: of the KV pool that
@@ -92,12 +87,9 @@ class Planned:
     setting: Setting
     plan: Plan
 
-    def at(self, limits: ServerLimits, requests: float) -> Prediction | None:
-        """With the room that a server really has, and so many requests; None where the model has no answer."""
-        room = {name: value for name in _POOLS if (value := getattr(limits, name))}
-        with suppress(CapacityError):
-            return self.setting.predict(replace(self.plan.current.memory, **room), max(1, round(requests)))
-        return None
+    def tok_per_s(self, requests: float) -> float:
+        """The rate of a server with its present flags at which the client keeps so many requests."""
+        return self.setting.predict(self.plan.current.memory, max(1, round(requests))).tok_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +154,7 @@ def _parts(busy: Sequence[EngineSample]) -> list[Sequence[EngineSample]]:
 
 def _judged(part: Sequence[EngineSample], request_s: float | None, *, may_drain: bool) -> tuple[Phase, Any]:
     """The phase of one stretch of work, and its samples."""
-    level, first = float(np.percentile(_values(part, "num_running_reqs"), 75)), part[0]
+    level, first = sorted(_values(part, "num_running_reqs"))[len(part) * 3 // 4], part[0]
     body = [each for each in part if each.at >= first.at + (request_s or 0.0)]
     if any(_values(part, name) for name in _COUNTERS):
         is_start = all((each.num_running_reqs or 0) < level / 2 for each in part[:2])
@@ -183,7 +175,8 @@ def _judged(part: Sequence[EngineSample], request_s: float | None, *, may_drain:
 
 def _trend(running: Sequence[float]) -> int:
     """1: the second half clearly runs more than the first, -1: fewer, 0: neither."""
-    (low, middle, high), (low2, middle2, high2) = (np.percentile(half, _QUART) for half in np.array_split(running, 2))
+    half = len(running) // 2
+    (low, middle, high), (low2, middle2, high2) = (quantiles(part, n=4) for part in (running[:half], running[half:]))
     differs = abs(middle2 - middle) >= max(1.0, _CHANGED * middle)
     return int(differs and low2 >= high) - int(differs and high2 <= low)
 
@@ -200,8 +193,7 @@ def diagnose(
     Args: rows_left, prompts that were not sent at the end of the samples, None where nobody counted, and for a run that
     is over and judged as a whole; planned, what the capacity model says of each of these servers.
     """
-    rooms = [(each.limits.max_running_requests, each.limit) for each in servers if each.state == "ready"]
-    few_left = rows_left is not None and rows_left < sum(min(filter(None, room), default=0) for room in rooms)
+    few_left = rows_left is not None and rows_left < sum(each.limit or 0 for each in servers if each.state == "ready")
     found, steady = list[Finding](), list[tuple[Watched, Finding]]()
     for server in servers:
         found += (faults := _faults(server, planned))
@@ -257,10 +249,9 @@ def _seen(server: Watched, samples: Sequence[EngineSample], planned: Planned | N
         numbers[name] = (getattr(samples[-1], name) or 0.0) - (getattr(samples[0], name) or 0.0)
     running, times = max(1.0, numbers["num_running_reqs"]), [each.at for each in samples]
     rate = server_rate([(times, [each.realtime_decode_tokens_total for each in samples])], times[0], times[-1])
-    numbers["tok_per_s"] = rate.value if rate else float(np.mean(_values(samples, "gen_throughput") or [0.0]))
+    numbers["tok_per_s"] = rate.value if rate else fmean(_values(samples, "gen_throughput") or [0.0])
     numbers |= {"tok_per_s_error": rate.error if rate else 0.0, **({_POOLS[0]: cap} if cap else {})}
-    if planned and (base := planned.at(server.limits, running)):
-        numbers["planned_tok_per_s"] = base.tok_per_s
+    numbers |= {"planned_tok_per_s": planned.tok_per_s(running)} if planned else {}
     prefilled = numbers[_COUNTERS[2]] * running / _FLOPS_PER_BYTE
     numbers["prefill_share"] = prefilled / max(1.0, prefilled + numbers[_COUNTERS[1]])
     said = [form.format(numbers[name]) for name, form in _SAID.items() if name in numbers]
@@ -289,8 +280,9 @@ def _limits(server: Watched, seen: Finding, planned: Planned | None) -> list[Fin
     change, gain = _lift(server, seen, planned)
     pays = bool(change) and (gain or _WORTH) >= _WORTH
     if _has_free(seen):
-        full = planned.at(server.limits, cap) if planned and now else None
-        most, how = (full.tok_per_s / now, "predicted") if full and now else (cap / max(1.0, running), "at the most")
+        most, how = cap / max(1.0, running), "at the most"
+        if planned and now:
+            most, how = planned.tok_per_s(cap) / now, "predicted"
         lags = f"the client may keep {limit} there and does not: see its CPU and its open-file limit"
         more = lags if limit and limit * _NEAR > running else f"generation.concurrency: {cap}"
         words = f"Slots are free and none waits: {most - 1:+.0%} with all in use ({how})."
