@@ -202,8 +202,10 @@ class Simulator:
         """As many decode steps as nothing but their number matters for."""
         interval = self._config.log_interval
         most = min(self._running[0][0] - self._steps, interval - self._steps % interval)
-        if self._leaving or self._unseen if self._full else self._queue:
-            most = 1  # then a place is free, or admission is tried again
+        if self._full and (self._leaving or self._unseen):  # then a place will be free
+            most = min(most, 2 if self._config.settles_late and not self._leaving else 1)
+        elif self._queue and not self._full:
+            most = 1  # admission is tried again
         most = self._pools.steps_that_fit(self._steps, most)
         if self._arrivals and not self._full:
             most = 1 + bisect_left(range(1, most), self._arrivals[0][0], key=self._end_s)
