@@ -227,15 +227,17 @@ class Simulator:
         if self._chunked is None and (self._full or not self._queue):
             return False
         pools, page, chunk = self._pools, self._page, self._chunk
-        ended = self._leaving + self._unseen
+        late, ended = self._config.settles_late, self._leaving + self._unseen
+        counted_twice = late and self._chunked is not None
+        places = self._config.memory.max_running_requests - len(self._running) - max(len(ended), counted_twice)
+        if places <= 0 and self._chunked is None:
+            self._full = True
+            return False
         left = [request.zero + request.max_new - self._steps + self._lag for _, _, request in self._running]
         left += [request.max_new - request.done for request in ended]
         reserve = self._ratio * sum([tokens if tokens < RESERVED_TOKENS else RESERVED_TOKENS for tokens in left])
-        still_held = self._unseen if self._config.settles_late else ended
-        held = sum(pools.paged(request.prompt + request.done - 1) for request in still_held)
+        held = sum([pools.paged(each.prompt + each.done - 1) for each in (self._unseen if late else ended)])
         room = pools.tokens - pools.used(self._steps) - held - reserve
-        counted_twice = self._config.settles_late and self._chunked is not None
-        places = self._config.memory.max_running_requests - len(self._running) - max(len(ended), counted_twice)
         while chunk >= page:
             request = self._chunked
             if request is None:
