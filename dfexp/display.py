@@ -14,10 +14,10 @@ from dfexp import control
 from dfexp.errors import ControlError, RunError, RunStopped
 from dfexp.fleet import Fleet, ServerStatus
 from dfexp.fleet.record import flat
-from dfexp.generate.rolling import FINAL
 from dfexp.layout import RunFolder
 from dfexp.preflight import Check
 from dfexp.records import Answer, ServerLimits
+from dfexp.rollout import FINAL
 from dfexp.tables import FONT, Table, duration, labelled, rows_html, text
 
 _COLORS = {"ended": "#009E73", "failed": "#D55E00", "stopped": "#E69F00"}

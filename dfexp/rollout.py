@@ -12,6 +12,9 @@ from statistics import median
 
 from dfexp.params import AnyFleet
 
+DONE = "rollout_done"
+FINAL = frozenset({DONE, "rollout_rolled_back", "rollout_stopped", "rollout_failed"})
+"""States in which a change is over."""
 RAMP_SHARE = 0.25
 """Part of a window's length for which a server that has just been filled is not timed."""
 

@@ -1,14 +1,17 @@
-"""The `dfexp` command: thin. Every subcommand parses, calls one part of the package and prints."""
+"""The `dfexp` command: thin. Every subcommand parses, calls one part of the package and prints.
+
+A command's module is imported when it is called: `--help`, `status` and `stop` should not wait for pandas or openai.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import dfexp
-from dfexp.cli import ahead, fleets, rehearsals, runs
 from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_WRONG, amount, told
 from dfexp.errors import DfexpError, ParamsError, RunStopped
 
@@ -17,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit status: 0 done, 1 failed, 2 wrong input (nothing started), 3 stopped early, 130 Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
-        return int(args.call(args))
+        module, _, name = args.call.partition(".")
+        return int(getattr(importlib.import_module(f"dfexp.cli.{module}"), name)(args))
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         return EXIT_OK
     except (DfexpError, OSError, KeyboardInterrupt) as error:
@@ -57,24 +61,34 @@ def _parser() -> argparse.ArgumentParser:
         ("--speed", {"help": "virtual seconds per second; default: max, as fast as the client can go"}),
         ("--no-whole", {"action": "store_true", "help": "leave out the simulation of the whole run"}),
     )
-    for group, name, call, arguments in (
-        (commands, "run", runs.run, (params_file, setting)),
-        (commands, "resume", runs.resume, (one_run, setting, ("--retry-failed", kinds))),
-        (commands, "check", ahead.check, (params_file, setting)),
-        (commands, "preflight", ahead.preflight_run, (params_file, setting)),
-        (commands, "plan", ahead.plan, (params_file, setting, as_json)),
-        (commands, "rehearse", rehearsals.rehearsal, (params_file, setting, *rehearsed, as_json)),
-        (capacities, "check", ahead.capacity_check, (reports, as_json)),
-        (commands, "status", runs.status, ((one_run[0], {**one_run[1], "nargs": "?"}), outputs)),
-        (commands, "stop", runs.stop, (one_run, now)),
-        (commands, "report", runs.report, (one_run,)),
-        (of_fleets, "up", fleets.up, (params_file, setting)),
-        (of_fleets, "status", fleets.status, ((one_fleet[0], {**one_fleet[1], "nargs": "?"}), outputs)),
-        (of_fleets, "reconfigure", fleets.reconfigure, (params_file, setting, *canary)),
-        (of_fleets, "down", fleets.down, (one_fleet, outputs, drain, ("--force", {"action": "store_true"}))),
-    ):
-        summary = str(call.__doc__).splitlines()[0]
-        made = group.add_parser(name, help=summary.partition(": ")[2] or summary, description=summary)
+    for group, name, call, summary, arguments in (
+        (commands, "run", "runs.run", "all four notebooks, unattended", (params_file, setting)),
+        (commands, "resume", "runs.resume", "go on with a run that was begun, with its frozen prompts",
+         (one_run, setting, ("--retry-failed", kinds))),
+        (commands, "check", "ahead.check", "parameters and prompts, starting nothing", (params_file, setting)),
+        (commands, "preflight", "ahead.preflight_run", "what servers need, what this machine lacks, what would start",
+         (params_file, setting)),
+        (commands, "plan", "ahead.plan", "which SGLang flags finish the run soonest, and what it will cost",
+         (params_file, setting, as_json)),
+        (commands, "rehearse", "rehearsals.rehearsal",
+         "a run of SGLang servers, or variants of it, on simulated ones; takes no GPU",
+         (params_file, setting, *rehearsed, as_json)),
+        (capacities, "check", "ahead.capacity_check", "startup reports beside what the capacity model says",
+         (reports, as_json)),
+        (commands, "status", "runs.status", "one line per run, and per server of the run that is asked for",
+         ((one_run[0], {**one_run[1], "nargs": "?"}), outputs)),
+        (commands, "stop", "runs.stop", "drain, seal, end; --now cuts off what is in flight", (one_run, now)),
+        (commands, "report", "runs.report", "04_report alone, also for a run that is going on", (one_run,)),
+        (of_fleets, "up", "fleets.up", "launch a fleet, or attach to it, and wait for its first tokens",
+         (params_file, setting)),
+        (of_fleets, "status", "fleets.status", "each server, its process and its room",
+         ((one_fleet[0], {**one_fleet[1], "nargs": "?"}), outputs)),
+        (of_fleets, "reconfigure", "fleets.reconfigure",
+         "give servers the settings in the file one by one, also under a run", (params_file, setting, *canary)),
+        (of_fleets, "down", "fleets.down", "stop the servers of a fleet, also under a run with --force",
+         (one_fleet, outputs, drain, ("--force", {"action": "store_true"}))),
+    ):  # fmt: skip
+        made = group.add_parser(name, help=summary, description=summary)
         made.set_defaults(call=call)
         for flag, options in arguments:
             made.add_argument(flag, **options)

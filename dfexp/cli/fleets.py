@@ -8,7 +8,6 @@ from dfexp import fleet, params
 from dfexp.capacity.plan_command import require_room
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say, told
 from dfexp.errors import FleetError
-from dfexp.generate.reconfigure import reconfigure as change
 from dfexp.layout import FleetFolder, project_root
 from dfexp.records import ServerLimits
 
@@ -41,6 +40,8 @@ def status(args: argparse.Namespace) -> int:
 
 def reconfigure(args: argparse.Namespace) -> int:
     """`dfexp fleet reconfigure PARAMS`: give servers the settings in the file one by one, also under a run."""
+    from dfexp.generate.reconfigure import reconfigure as change  # here, since it takes openai, which is slow to import
+
     canary_s = 0.0 if args.no_canary else args.canary_s
     terms = {"canary_s": canary_s, "least_speed": args.least_speed, "drain_s": args.drain_s}
     return EXIT_OK if change(params.load(args.params, args.set), project_root(), say, **terms) else EXIT_FAILED

@@ -15,10 +15,11 @@ from dfexp.engines.base import engine_for
 from dfexp.errors import LockedError, RunError
 from dfexp.fleet.record import differences
 from dfexp.generate.events import EventLog
-from dfexp.generate.rolling import DONE, FINAL, change_idle
+from dfexp.generate.rolling import change_idle
 from dfexp.generate.start import CHANGE, fleet_folder
 from dfexp.layout import FleetFolder, RunFolder
 from dfexp.params import RunSpec
+from dfexp.rollout import DONE, FINAL
 
 
 def reconfigure(spec: RunSpec, root: Path, tell: Callable[[str], None], **terms: Any) -> bool:

@@ -25,10 +25,7 @@ from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
 from dfexp.generate.verdicts import answer_s
 from dfexp.params import AnyFleet, GenerationGroup, RunSpec
-from dfexp.rollout import Terms, Window
-
-DONE = "rollout_done"
-FINAL = frozenset({DONE, "rollout_rolled_back", "rollout_stopped", "rollout_failed"})
+from dfexp.rollout import DONE, Terms, Window
 
 
 @dataclass(slots=True, kw_only=True)
