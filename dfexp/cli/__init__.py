@@ -15,6 +15,32 @@ import dfexp
 from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_WRONG, amount, told
 from dfexp.errors import DfexpError, ParamsError, RunStopped
 
+_AS_JSON = ("--json", {"action": "store_true", "help": "for machines"})
+_REPORTS = ("file", {"type": Path, "metavar": "FILE", "help": "startup reports, one JSON object a line"})
+_SETTING = ("--set", {"action": "append", "default": [], "metavar": "GROUP.KEY=VALUE", "help": "wins over the file"})
+_PARAMS_FILE = ("params", {"type": Path, "metavar": "PARAMS", "help": "parameter file, such as params/demo.yaml"})
+_ONE_RUN = ("run", {"metavar": "RUN", "help": "name or folder of a run"})
+_ONE_FLEET = ("name", {"metavar": "NAME", "help": "name of a fleet"})
+_OUTPUTS = ("--outputs", {"default": "outputs", "help": "folder of all runs and fleets"})
+_KINDS = {"nargs": "*", "metavar": "KIND", "help": "send failed rows again: all, or these kinds"}
+_NOW = ("--now", {"action": "store_true", "help": "cut off requests in flight"})
+_DRAIN = ("--drain-s", {"type": amount, "default": 10.0, "help": "seconds that requests in flight get"})
+_CANARY = (
+    ("--canary-s", {"type": amount, "default": 120.0, "help": "seconds of each measured window"}),
+    ("--least-speed", {"type": amount, "default": 0.95, "help": "least share of the rate that is expected"}),
+    ("--no-canary", {"action": "store_true", "help": "check the answers only, not the speed"}),
+    ("--drain-s", {"type": amount, "help": "then requests in flight are sent again; default: they may finish"}),
+)
+_REHEARSED = (
+    (
+        "--only",
+        {"action": "append", "default": [], "metavar": "VARIANT", "help": "this one alone; may be repeated"},
+    ),
+    ("--hours", {"type": amount, "help": "virtual hours of each rehearsal, instead of the file's"}),
+    ("--speed", {"help": "virtual seconds per second; default: max, as fast as the client can go"}),
+    ("--no-whole", {"action": "store_true", "help": "leave out the simulation of the whole run"}),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit status: 0 done, 1 failed, 2 wrong input (nothing started), 3 stopped early, 130 Ctrl-C."""
@@ -36,57 +62,32 @@ def _parser() -> argparse.ArgumentParser:
     action: dict[str, Any] = {"metavar": "ACTION", "required": True}
     of_fleets = commands.add_parser("fleet", help="servers: up, status, reconfigure, down").add_subparsers(**action)
     capacities = commands.add_parser("capacity", help="the capacity model: check").add_subparsers(**action)
-    as_json = ("--json", {"action": "store_true", "help": "for machines"})
-    reports = ("file", {"type": Path, "metavar": "FILE", "help": "startup reports, one JSON object a line"})
-    setting = ("--set", {"action": "append", "default": [], "metavar": "GROUP.KEY=VALUE", "help": "wins over the file"})
-    params_file = ("params", {"type": Path, "metavar": "PARAMS", "help": "parameter file, such as params/demo.yaml"})
-    one_run = ("run", {"metavar": "RUN", "help": "name or folder of a run"})
-    one_fleet = ("name", {"metavar": "NAME", "help": "name of a fleet"})
-    outputs = ("--outputs", {"default": "outputs", "help": "folder of all runs and fleets"})
-    kinds = {"nargs": "*", "metavar": "KIND", "help": "send failed rows again: all, or these kinds"}
-    now = ("--now", {"action": "store_true", "help": "cut off requests in flight"})
-    drain = ("--drain-s", {"type": amount, "default": 10.0, "help": "seconds that requests in flight get"})
-    canary = (
-        ("--canary-s", {"type": amount, "default": 120.0, "help": "seconds of each measured window"}),
-        ("--least-speed", {"type": amount, "default": 0.95, "help": "least share of the rate that is expected"}),
-        ("--no-canary", {"action": "store_true", "help": "check the answers only, not the speed"}),
-        ("--drain-s", {"type": amount, "help": "then requests in flight are sent again; default: they may finish"}),
-    )
-    rehearsed = (
-        (
-            "--only",
-            {"action": "append", "default": [], "metavar": "VARIANT", "help": "this one alone; may be repeated"},
-        ),
-        ("--hours", {"type": amount, "help": "virtual hours of each rehearsal, instead of the file's"}),
-        ("--speed", {"help": "virtual seconds per second; default: max, as fast as the client can go"}),
-        ("--no-whole", {"action": "store_true", "help": "leave out the simulation of the whole run"}),
-    )
     for group, name, call, summary, arguments in (
-        (commands, "run", "runs.run", "all four notebooks, unattended", (params_file, setting)),
+        (commands, "run", "runs.run", "all four notebooks, unattended", (_PARAMS_FILE, _SETTING)),
         (commands, "resume", "runs.resume", "go on with a run that was begun, with its frozen prompts",
-         (one_run, setting, ("--retry-failed", kinds))),
-        (commands, "check", "ahead.check", "parameters and prompts, starting nothing", (params_file, setting)),
+         (_ONE_RUN, _SETTING, ("--retry-failed", _KINDS))),
+        (commands, "check", "ahead.check", "parameters and prompts, starting nothing", (_PARAMS_FILE, _SETTING)),
         (commands, "preflight", "ahead.preflight_run", "what servers need, what this machine lacks, what would start",
-         (params_file, setting)),
+         (_PARAMS_FILE, _SETTING)),
         (commands, "plan", "ahead.plan", "which SGLang flags finish the run soonest, and what it will cost",
-         (params_file, setting, as_json)),
+         (_PARAMS_FILE, _SETTING, _AS_JSON)),
         (commands, "rehearse", "rehearsals.rehearsal",
          "a run of SGLang servers, or variants of it, on simulated ones; takes no GPU",
-         (params_file, setting, *rehearsed, as_json)),
+         (_PARAMS_FILE, _SETTING, *_REHEARSED, _AS_JSON)),
         (capacities, "check", "ahead.capacity_check", "startup reports beside what the capacity model says",
-         (reports, as_json)),
+         (_REPORTS, _AS_JSON)),
         (commands, "status", "runs.status", "one line per run, and per server of the run that is asked for",
-         ((one_run[0], {**one_run[1], "nargs": "?"}), outputs)),
-        (commands, "stop", "runs.stop", "drain, seal, end; --now cuts off what is in flight", (one_run, now)),
-        (commands, "report", "runs.report", "04_report alone, also for a run that is going on", (one_run,)),
+         ((_ONE_RUN[0], {**_ONE_RUN[1], "nargs": "?"}), _OUTPUTS)),
+        (commands, "stop", "runs.stop", "drain, seal, end; --now cuts off what is in flight", (_ONE_RUN, _NOW)),
+        (commands, "report", "runs.report", "04_report alone, also for a run that is going on", (_ONE_RUN,)),
         (of_fleets, "up", "fleets.up", "launch a fleet, or attach to it, and wait for its first tokens",
-         (params_file, setting)),
+         (_PARAMS_FILE, _SETTING)),
         (of_fleets, "status", "fleets.status", "each server, its process and its room",
-         ((one_fleet[0], {**one_fleet[1], "nargs": "?"}), outputs)),
+         ((_ONE_FLEET[0], {**_ONE_FLEET[1], "nargs": "?"}), _OUTPUTS)),
         (of_fleets, "reconfigure", "fleets.reconfigure",
-         "give servers the settings in the file one by one, also under a run", (params_file, setting, *canary)),
+         "give servers the settings in the file one by one, also under a run", (_PARAMS_FILE, _SETTING, *_CANARY)),
         (of_fleets, "down", "fleets.down", "stop the servers of a fleet, also under a run with --force",
-         (one_fleet, outputs, drain, ("--force", {"action": "store_true"}))),
+         (_ONE_FLEET, _OUTPUTS, _DRAIN, ("--force", {"action": "store_true"}))),
     ):  # fmt: skip
         made = group.add_parser(name, help=summary, description=summary)
         made.set_defaults(call=call)

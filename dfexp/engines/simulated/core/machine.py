@@ -48,12 +48,8 @@ class Config:
     @classmethod
     def of(cls, setting: Setting) -> Config:
         """The server of a planner's setting. Raises CapacityError: SGLang refuses the flags, or nothing fits."""
-        return cls(
-            server=setting.server,
-            memory=setting.memory(),
-            efficiency=setting.efficiency,
-            settles_late=not setting.rules.since(SETTLED_AT_ONCE),
-        )
+        late, memory = not setting.rules.since(SETTLED_AT_ONCE), setting.memory()
+        return cls(server=setting.server, memory=memory, efficiency=setting.efficiency, settles_late=late)
 
     def step_lines(self, running: int) -> tuple[Straight, Straight]:
         """The time of a decode step is the higher of these: by bytes, and by FLOPs.

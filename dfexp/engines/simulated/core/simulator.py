@@ -202,10 +202,8 @@ class Simulator:
         """As many decode steps as nothing but their number matters for."""
         interval = self._config.log_interval
         most = min(self._running[0][0] - self._steps, interval - self._steps % interval)
-        if self._full and (self._leaving or self._unseen):  # then a place will be free
-            most = min(most, 2 if self._config.settles_late and not self._leaving else 1)
-        elif self._queue and not self._full:
-            most = 1  # admission is tried again
+        if self._leaving or self._unseen if self._full else self._queue:
+            most = 1  # then a place is free, or admission is tried again
         most = self._pools.steps_that_fit(self._steps, most)
         if self._arrivals and not self._full:
             most = 1 + bisect_left(range(1, most), self._arrivals[0][0], key=self._end_s)
@@ -290,13 +288,11 @@ class Simulator:
 
     def _finish(self, steps: int) -> None:
         """The end of so many decode steps, or of the prefill batch."""
-        running, batch = len(self._running) + (steps < 2) * len(self._unseen), self._batch
+        running = len(self._running) + (steps < 2) * len(self._unseen) + (steps < 1) * len(self._leaving)
+        batch, self._full = self._batch, self._full and (steps > 0 or bool(self._running))  # an empty batch's is lost
         self._batch, self._steps, self._lag = [], self._steps + steps, int(self._overlap and steps > 0)
         self._ratio = max(self._first_ratio * LOWEST_RESERVE, self._ratio - steps * self._decay)
         self.counters[DECODED] += len(self._running) * steps
-        if batch:
-            running += len(self._leaving)
-            self._full = self._full and bool(self._running)  # the flag of an empty batch is lost
         for _ in range(2 if steps > 1 else 1):
             self._settle(steps)
         for request, _ in batch:
@@ -319,18 +315,15 @@ class Simulator:
 
     def _settle(self, steps: int) -> None:
         """What the scheduler learns while a prefill batch or a decode step runs: places of the ended are free."""
-        late, unseen, self._unseen = self._config.settles_late, self._unseen, []
-        if late and not steps:
-            self._leaving += unseen
-            return
-        gone = self._leaving + ([] if late else unseen)
+        late, stay = self._config.settles_late, self._config.settles_late and not steps
+        gone = [] if stay else self._leaving if late else self._leaving + self._unseen
         self._full = self._full and not gone
-        self._leaving = unseen if late else []
+        self._leaving, self._unseen = (self._leaving if stay else []) + (self._unseen if late else []), []
 
     def _give_up_place(self, request: _Request, steps: int) -> None:
         """Its place is free at once, or when the scheduler has seen it, and has dropped it before a decode step."""
-        late, foreseen = self._config.settles_late, request.done == request.max_new
-        if self._overlap and (late or not foreseen):
+        late = self._config.settles_late
+        if self._overlap and (late or request.done < request.max_new):
             self._unseen.append(request)
         elif self._overlap or (late and steps):
             self._leaving.append(request)
