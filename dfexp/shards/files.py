@@ -184,4 +184,5 @@ def check_same_run(folder: Path, manifest: Manifest, *, total: int, fingerprint:
 
 def done_lines(manifest: Manifest) -> bytes:
     """What .done_indices holds: the index of every sealed row, one a line."""
-    return "".join(f"{index}\n" for entry in manifest.shards for index in entry.indices).encode("ascii")
+    # Shard by shard: a list of all the lines of a long run would be most of the memory that the run needs.
+    return b"".join("".join(f"{index}\n" for index in entry.indices).encode("ascii") for entry in manifest.shards)
