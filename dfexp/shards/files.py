@@ -185,4 +185,5 @@ def check_same_run(folder: Path, manifest: Manifest, *, total: int, fingerprint:
 def done_lines(manifest: Manifest) -> bytes:
     """What .done_indices holds: the index of every sealed row, one a line."""
     # Shard by shard: a list of all the lines of a long run would be most of the memory that the run needs.
-    return b"".join("".join(f"{index}\n" for index in entry.indices).encode("ascii") for entry in manifest.shards)
+    parts = ("%d\n" * len(entry.indices) % tuple(entry.indices) for entry in manifest.shards)
+    return b"".join(part.encode("ascii") for part in parts)
