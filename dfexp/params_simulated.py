@@ -22,13 +22,13 @@ _MEANING: dict[str, tuple[str, ...]] = dict.fromkeys(get_args(Kind), (*_WINDOW, 
 
 
 class FaultPart(PlanPart):
-    """One thing that goes wrong. Times are virtual seconds since the start of the first server."""
+    """One thing that goes wrong. Times are virtual seconds since all servers served for the first time."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     kind: Kind = Field(description="what happens: to the server, or, from status to never, to requests that arrive")
     server: int | None = Field(None, ge=0, description="index of the server, from 0; default: every one")
-    at_s: Seconds | None = Field(None, description="when it begins; default: at the start")
+    at_s: Seconds | None = Field(None, description="when it begins; default: as soon as all servers serve")
     for_s: Annotated[float, Field(gt=0)] | None = Field(None, description="how long it lasts; default: for ever")
     factor: float = Field(5.0, gt=0, le=10_000, description="slow: factor on all times")
     status: int | None = Field(None, ge=200, le=599, description="HTTP status; default: 500, of health 503")

@@ -219,7 +219,7 @@ async def test_health_of_a_busy_server_is_its_next_output(host: Host, session: a
 
 
 async def test_a_hung_server_is_unhealthy_after_twenty_seconds(host: Host, session: aiohttp.ClientSession) -> None:
-    server = await host.add(spec(faults=({"kind": "hang", "at_s": 61.0},)))
+    server = await host.add(spec(faults=({"kind": "hang"},)))
     asking = asyncio.create_task(ask(session, server.url, chat(max_tokens=300, ignore_eos=True)))
     while not server.simulator.hung:
         await asyncio.sleep(0)
@@ -230,7 +230,7 @@ async def test_a_hung_server_is_unhealthy_after_twenty_seconds(host: Host, sessi
 
 
 async def test_a_hung_server_goes_on_when_that_is_over(host: Host, session: aiohttp.ClientSession) -> None:
-    server = await host.add(spec(faults=({"kind": "hang", "at_s": 61.0, "for_s": 100.0},)))
+    server = await host.add(spec(faults=({"kind": "hang", "for_s": 100.0},)))
     status, page = await ask(session, server.url, chat(max_tokens=300, ignore_eos=True))
     assert (status, page["usage"]["completion_tokens"]) == (200, 300)
     assert host.clock.now_s > 161.0
@@ -336,8 +336,8 @@ async def test_flush_cache_wants_an_idle_server(host: Host, session: aiohttp.Cli
 
 
 async def test_a_slow_server_takes_so_many_times_as_long(host: Host, session: aiohttp.ClientSession) -> None:
-    slow = {"kind": "slow", "at_s": 1000.0, "factor": 4.0, "server": 1}
-    servers = await asyncio.gather(*(host.add(spec(index=index, faults=(slow,), load_s=1000.0)) for index in range(2)))
+    slow = {"kind": "slow", "factor": 4.0, "server": 1}
+    servers = await asyncio.gather(*(host.add(spec(index=index, servers=2, faults=(slow,))) for index in range(2)))
     took = []
     for server in servers:
         begin_s = host.clock.now_s

@@ -204,7 +204,7 @@ def test_killing_the_host_ends_all_processes(folder: Folder) -> None:
 
 def test_a_crash_is_the_exit_status_of_the_process(folder: Folder) -> None:
     (port,) = ports(1)
-    process = folder.start(port, faults=[{"kind": "crash", "contains": "Hello"}])
+    process = folder.start(port, servers=1, faults=[{"kind": "crash", "contains": "Hello"}])
     with pytest.raises(ConnectionError):
         serving(folder, port)
     assert process.wait(20) == 1
@@ -213,8 +213,12 @@ def test_a_crash_is_the_exit_status_of_the_process(folder: Folder) -> None:
 
 def test_a_process_without_memory_says_so_and_ends(folder: Folder) -> None:
     (port,) = ports(1)
-    assert folder.start(port, faults=[{"kind": "oom_at_start"}]).wait(60) == 1
+    faults = [{"kind": "oom_at_start"}]
+    assert folder.start(port, faults=faults).wait(60) == 1
     assert "torch.OutOfMemoryError: CUDA out of memory" in folder.log(port).read_text()
+    folder.processes.clear()
+    folder.start(port, faults=faults)  # another host, which knows that this is the second start
+    serving(folder, port)
 
 
 def test_flags_that_sglang_refuses_end_the_process(folder: Folder) -> None:

@@ -102,19 +102,20 @@ async def test_the_clock_waits_for_a_server_that_comes_back() -> None:
 
 async def test_a_scheduled_crash_cuts_its_server_and_no_other(tmp_path: Path) -> None:
     log, long = tmp_path / "log", chat(max_tokens=6000, ignore_eos=True)
-    crash = {"kind": "crash", "server": 0, "at_s": 200.0}
+    crash = {"kind": "crash", "server": 0, "at_s": 139.0}
     with log.open("wb") as file:
         async with Host() as host, aiohttp.ClientSession() as session:
             first, other = await asyncio.gather(
-                host.add(spec(faults=(crash,)), None, file.fileno()), host.add(spec(index=1, faults=(crash,)))
+                host.add(spec(servers=2, faults=(crash,)), None, file.fileno()),
+                host.add(spec(index=1, servers=2, faults=(crash,))),
             )
             going_on = asyncio.create_task(ask(session, other.url, long))
             with pytest.raises(aiohttp.ClientConnectionError):
                 await ask(session, first.url, long)
-            assert (host.clock.now_s, host.servers) == (200.0, {other})
+            assert (host.began_s, host.clock.now_s, host.servers) == (61.0, 200.0, {other})
             with pytest.raises(aiohttp.ClientConnectorError):
                 await get(session, f"{first.url}/ping")
-            back = await host.add(spec(port=first.port, faults=(crash,)))  # which is not hit again
+            back = await host.add(spec(port=first.port, servers=2, faults=(crash,)))  # which is not hit again
             assert [(await each)[0] for each in (going_on, ask(session, back.url, long))] == [200, 200]
     assert log.read_text().rstrip().endswith("RuntimeError: simulated crash")
 

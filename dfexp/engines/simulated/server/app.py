@@ -109,7 +109,8 @@ class App:
         """Answer a request, or do what a fault does to it. Raises PromptTooLong."""
         spec, server = self._spec, self._server
         key, job.prompt = request_key(body.messages, spec.seed, body.seed), prompt_tokens(body.messages)
-        fault = server.faults.of_request(key, said(body.messages), job.arrived_s)
+        since_s = server.host.since_s
+        fault = None if since_s is None else server.faults.of_request(key, said(body.messages), since_s)
         kind = fault.kind if fault else ""
         if fault and kind in ("status", "html"):
             if fault.retry_after_s is not None:

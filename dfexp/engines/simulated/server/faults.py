@@ -1,4 +1,7 @@
-"""The faults of one simulated server: which are due when, which hit a request, and what it is answered. Pure."""
+"""The faults of one simulated server: which are due when, which hit a request, and what it is answered. Pure.
+
+Times are virtual seconds since all servers of the fleet served for the first time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ GARBAGE = "!"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """A change of the whole server at virtual second `at_s`, over at `until_s` (None: it stays)."""
+    """A change of the whole server at second `at_s`, over at `until_s` (None: it stays)."""
 
     at_s: float
     until_s: float | None

@@ -7,6 +7,7 @@ server does next is asked only when the clock is about to move: SGLang too sees 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections import Counter
@@ -23,7 +24,11 @@ from dfexp.engines.simulated.server.faults import Faults
 from dfexp.engines.simulated.server.pace import AWAY_S, Grace
 from dfexp.engines.simulated.server.server import Server
 from dfexp.engines.simulated.server.spec import ServerSpec, Speed
+from dfexp.errors import StorageError
+from dfexp.jsonl import read_json, write_atomic
 
+PAST = "server-simulator.json"
+"""In the folder: what a host of a fleet that is still up has to know of the one before it."""
 YIELD_S = 0.005
 """Requests are looked for at least so often."""
 _Timers = list[tuple[float, int, asyncio.Future[None]]]
@@ -33,6 +38,7 @@ class Host:
     """Simulated servers in this process. An async context manager; leaving it ends them.
 
     Attributes:
+        began_s: virtual second at which all servers of the fleet served for the first time; None before.
         completed: answers that came to their end.
         driver: the task that moves the clock; it ends early only by an error.
 
@@ -43,12 +49,15 @@ class Host:
     def __init__(self, *, speed: Speed = "max", folder: Path | None = None) -> None:
         """Args: speed, in virtual seconds per second; folder, of clock.jsonl, None where that is not wanted."""
         self.clock, self.completed, self.servers = Clock(folder, speed), 0, set[Server]()
-        self.streaming, self.grace = set[Server](), Grace()
+        self.streaming, self.grace, self._past = set[Server](), Grace(), folder / PAST if folder else None
+        past = read_json(self._past) if self._past and self._past.exists() else {}
+        self.began_s: float | None = past.get("began_s")
+        self._served, self._begun = set[int](), asyncio.Event()
         self._changed, self._unsettled = set[Server](), set[Server]()
         self._order, self._events = count(), list[tuple[float, int, Server]]()
         self._wanted: _Timers = []
         self._passive: _Timers = []
-        self._starts, self._faults = Counter[object](), dict[object, Faults]()
+        self._starts, self._faults = Counter[str](past.get("starts", {})), dict[object, Faults]()
         self._away_until_s: dict[int, float] = {}
         self._woken: asyncio.Future[None] | None = None
 
@@ -79,9 +88,10 @@ class Host:
         when it ends by itself.
         """
         which = spec.index, spec.seed, spec.faults
-        self._starts[which] += 1
+        self._starts[str(spec.index)] += 1
         faults = self._faults.setdefault(which, Faults(spec.faults, spec.index, spec.seed))
-        server = Server(self, spec, sock, log, faults, self._starts[which], ended)
+        server = Server(self, spec, sock, log, faults, self._starts[str(spec.index)], ended)
+        self._remember()
         self.servers.add(server)
         self._away_until_s.pop(server.port, None)
         return server
@@ -102,6 +112,31 @@ class Host:
             self._changed.add(server)
             (self._unsettled.discard if server.pace.is_settled else self._unsettled.add)(server)
             self.wake()
+
+    def serves(self, server: Server) -> None:
+        """A server is ready. Once all of its fleet are, what is scheduled begins to count."""
+        self._served.add(server.spec.index)
+        if self.began_s is None and len(self._served) >= server.spec.servers:
+            self.began_s = self.clock.now_s
+            self._remember()
+        if self.began_s is not None:
+            self._begun.set()
+
+    async def due(self, at_s: float) -> None:
+        """Return `at_s` virtual seconds after the beginning; time does not pass for that."""
+        await self._begun.wait()
+        assert self.began_s is not None, "it has begun"
+        await self.reached(self.began_s + at_s, wanted=False)
+
+    @property
+    def since_s(self) -> float | None:
+        """Virtual seconds since the beginning; None before it."""
+        return None if self.began_s is None else self.clock.now_s - self.began_s
+
+    def _remember(self) -> None:
+        with suppress(StorageError):  # a full disk ends no server
+            if self._past is not None:
+                write_atomic(self._past, json.dumps({"began_s": self.began_s, "starts": self._starts}).encode())
 
     def look(self, server: Server) -> None:
         """Bring a server up to now."""

@@ -100,9 +100,10 @@ class Server:
     async def start(self) -> None:
         """Load the model, listen, warm up. Returns when it serves, or has ended."""
         live = self._begin(self._live())
-        for due in self.faults.due(self.host.clock.now_s):
+        since_s = self.host.since_s
+        for due in self.faults.due(since_s or 0.0):
             # The clock stands while a crashed server is away: it comes back in the moment of its crash.
-            if due.part.kind != "crash" or due.at_s > self.host.clock.now_s or self._start == 1:
+            if due.part.kind != "crash" or since_s is None or due.at_s > since_s:
                 self._begin(self._befall(due))
         await asyncio.wait([live])
         if not live.cancelled():
@@ -218,16 +219,17 @@ class Server:
         await host.reached(host.clock.now_s + WARM_UP_S)
         self._print(after[-1])
         self.is_ready = True
+        host.serves(self)
 
     async def _befall(self, due: Due) -> None:
         """Let a scheduled fault happen when its time comes, until it is over."""
-        await self.host.reached(due.at_s, wanted=False)
+        await self.host.due(due.at_s)
         if due.part.kind == "crash":
             self.crash()
             return
         self._turn(due.part, on=True)
         if due.until_s is not None:
-            await self.host.reached(due.until_s)
+            await self.host.reached(self.host.clock.now_s + due.until_s - due.at_s)
             self._turn(due.part, on=False)
 
     def _turn(self, part: FaultPart, *, on: bool) -> None:

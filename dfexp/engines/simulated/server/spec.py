@@ -32,7 +32,7 @@ class ServerSpec:
     Attributes:
         version: of SGLang, such as 0.5.12.
         key: its API key; empty where it has none.
-        index: of the server in its fleet, from 0.
+        index, servers: which of how many it is in its fleet, from 0.
         completion: tokens of answers.
         load_s: virtual seconds in which it loads its model.
         flags: by dfexp's names, as they were given.
@@ -55,6 +55,7 @@ class ServerSpec:
     load_s: float
     faults: tuple[FaultPart, ...]
     flags: Mapping[str, Any]
+    servers: int = 1
     speed: Speed = "max"
 
     @property
@@ -84,7 +85,7 @@ def read_spec(argv: Sequence[str], folder: Path) -> ServerSpec:
         key=str(private.get("api-key", "")), host=str(given["host"]), port=int(given["port"]),
         completion=setting.workload.completion, reasoning_parser=flags.get("reasoning_parser"), flags=flags,
         faults=tuple(map(FaultPart.model_validate, simulation["faults"])), has_metrics="enable_metrics" in given,
-        **{name: simulation[name] for name in ("index", "seed", "thinking", "load_s", "speed")},
+        **{name: simulation[name] for name in ("index", "servers", "seed", "thinking", "load_s", "speed")},
     )  # fmt: skip
 
 
