@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -19,6 +20,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,9
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s@]+(/[^\s@]*)?$")]
 NamedPath = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00/. ][^\x00/]*/*$")]
+Command = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
 Count = Annotated[int, Field(ge=1)]
 _OWN_BODY_KEYS = ("model", "messages", "stream", "stream_options", "n")
 
@@ -189,6 +191,13 @@ class StoreGroup(Group):
     """Where shards are uploaded. It has no keys: the run's folder is the only copy."""
 
 
+class LimitsGroup(Group):
+    """Where one start of the run stops before all rows are done; the next start goes on, with the same limits."""
+
+    rows: Count | None = Field(None, description="rows that one start sends at the most")
+    hours: float | None = Field(None, gt=0, description="hours of real time after which one start drains and stops")
+
+
 class ReportGroup(Group):
     """What 04_report shows."""
 
@@ -211,6 +220,16 @@ class RunSpec(Group):
     store: StoreGroup = StoreGroup()
     report: ReportGroup = ReportGroup()
     plan: PlanGroup | None = Field(None, description="what `dfexp plan` needs to know; simulated servers follow it")
+    limits: LimitsGroup = LimitsGroup()
+    notify: Command | None = Field(None, description="shell command to run at a stall, and when the run ends or fails")
+
+    @field_validator("notify")
+    @classmethod
+    def _notify_holds_no_secret(cls, line: str | None) -> str | None:
+        plain = re.sub(r"\$\{?\w+\}?", " ", line or "")
+        if hide_secrets(plain) != plain:
+            raise ValueError("it seems to hold a secret, which no parameter file does. Export it and write $NAME.")
+        return line
 
     @model_validator(mode="after")
     def _plan_is_simulated(self) -> Self:

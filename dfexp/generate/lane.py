@@ -99,6 +99,11 @@ class Lane:
         """Whether the server gets requests at all."""
         return self.state == "ready" and not self.is_held
 
+    @property
+    def moved_at(self) -> float:
+        """When the server last gave an answer or, as far as it tells, a token; monotonic seconds."""
+        return self._moved_at
+
     def has_room(self, now: float) -> bool:
         """Whether the server should get another request."""
         return self.serves and now >= self._paused_until and len(self.tasks) < self.limit

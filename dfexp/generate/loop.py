@@ -24,6 +24,8 @@ from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
 from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
+from dfexp.generate.limits import Bounds
+from dfexp.generate.notify import Lookout
 from dfexp.generate.progress import Progress
 from dfexp.generate.recorder import Recorder
 from dfexp.generate.rolling import Rolling
@@ -61,20 +63,22 @@ class Setup:
     events: EventLog
     me: ProcessId
     owner: ProcessId | None
+    bounds: Bounds
 
 
 class Loop:
     """One run of the generation loop, with one lane per server."""
 
-    def __init__(self, setup: Setup, queue: WorkQueue) -> None:
-        """Args: queue, the rows to do."""
-        self._s, self._queue, self._generation = setup, queue, setup.spec.generation
+    def __init__(self, setup: Setup) -> None:
+        self._s, self._generation = setup, setup.spec.generation
+        self._queue = WorkQueue(setup.bounds.rows, len(setup.bounds.rows))
         self._fields, self._key = request_fields(self._generation), setup.fleet.key
         self._lanes: list[Lane] = []
         self._started_at, self._started = time.time(), time.monotonic()
         self._done_before = setup.shards.done
         self._recorder = Recorder(setup.shards, setup.events)
         self._progress = Progress(self._started)
+        self._lookout = Lookout(setup.folder, setup.spec, setup.events, self._started)
         self._streak = FailureStreak.of(MOST_FAILURES_IN_A_ROW)
         self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
         self._wake = asyncio.Event()
@@ -142,6 +146,7 @@ class Loop:
                 self._wake.clear()
             return await self._finish(recorder)
         finally:
+            self._lookout.close()
             for task in (recorder, *self._watches(), *self._all_tasks()):
                 task.cancel()
             await asyncio.gather(recorder, *self._watches(), *self._all_tasks(), return_exceptions=True)
@@ -306,17 +311,20 @@ class Loop:
 
     def _look_after_the_fleet(self) -> None:
         """Give up when no server is left that could come back, or when none has answered for too long."""
-        lanes = self._lanes
+        lanes, now = self._lanes, time.monotonic()
+        if self._state == "running" and (limit := self._s.bounds.time_is_up(now - self._started)):
+            self.ask_to_stop(limit)
         if self._state != "running":
             return
+        self._lookout.look(now, self._progress.rows + self._progress.failures, lanes)
         if all(lane.state == "quarantined" for lane in lanes):
             self._fail("every server is quarantined after it kept dying; its log and events.jsonl say why")
-        self._look_for_refusals(time.monotonic())
+        self._look_for_refusals(now)
         if any(lane.state == "ready" for lane in lanes):
             self._all_down_since = None
             return
-        self._all_down_since = self._all_down_since or time.monotonic()
-        silent_s = time.monotonic() - self._all_down_since
+        self._all_down_since = self._all_down_since or now
+        silent_s = now - self._all_down_since
         if silent_s > self._generation.give_up_s:
             self._fail(f"no server has answered for {silent_s:.0f} s (generation.give_up_s)")
 
@@ -386,5 +394,5 @@ class Loop:
         except StorageError as error:
             return "failed", f"{error} {self._recorder.backlog} answers could not be written and will be made again."
         if self._state == "running":
-            return "ended", None
+            return self._s.bounds.end()
         return ("failed" if self._state == "failing" else "stopped"), self._reason

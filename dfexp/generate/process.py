@@ -17,9 +17,10 @@ from dfexp.fleet import Fleet
 from dfexp.generate import identity
 from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
+from dfexp.generate.limits import Bounds, drawn
 from dfexp.generate.loop import Loop, Setup
+from dfexp.generate.notify import tell_and_record
 from dfexp.generate.start import ALL_KINDS, fleet_folder, read_spec
-from dfexp.generate.work import WorkQueue
 from dfexp.jsonl import read_json, write_json
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
@@ -38,16 +39,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--owner", type=ProcessId.parse)
     parser.add_argument("--retry-failed", action="append", default=[])
+    parser.add_argument("--sample", nargs=2, type=int, metavar=("ROWS", "SEED"))
     args = parser.parse_args(argv)
     try:
-        return generate(RunFolder(args.folder), args.root, owner=args.owner, retry_failed=args.retry_failed)
+        folder = RunFolder(args.folder)
+        state = generate(folder, args.root, owner=args.owner, retry_failed=args.retry_failed, sample=args.sample)
+        return EXIT_CODES[state]
     except DfexpError as error:
         sys.stderr.write(f"dfexp: {' '.join(str(error).split())}\n")
         return 2
 
 
-def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_failed: Collection[str]) -> int:
-    """Do one start of a run in this process. Returns the exit status.
+def generate(
+    folder: RunFolder,
+    root: Path,
+    *,
+    owner: ProcessId | None,
+    retry_failed: Collection[str],
+    sample: Sequence[int] | None = None,
+) -> str:
+    """Do one start of a run in this process. Returns its last state.
+
+    Args: sample, rows and seed of a sample of the prompts that alone is to be done; None: all of them.
 
     Until the run's lock is held nothing is written, so that a second process cannot disturb the first.
     """
@@ -72,6 +85,8 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
         configs = Configs(
             folder=folder, fleet=the_fleet, common={"model": model, "sampling": identity.sampling(spec.generation)}
         )
+        pending = shards.pending(shards.failures_by_kind() if ALL_KINDS in retry_failed else retry_failed)
+        bounds = Bounds.of(spec.limits, pending, drawn(frozen["asked"], *sample) if sample else None)
         version = next((each.engine_version for each in limits.values() if each is not None), None)
         setup = Setup(
             folder=folder,
@@ -88,10 +103,10 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
             events=events,
             me=ProcessId.current(),
             owner=owner,
+            bounds=bounds,
         )
         if differing := [one.name for one in the_fleet.servers if one.settings is not None]:
             events.record("servers_differ", detail="they have other settings than the fleet", servers=differing)
-        pending = shards.pending(shards.failures_by_kind() if ALL_KINDS in retry_failed else retry_failed)
         events.record(
             "run_started",
             pid=setup.me.pid,
@@ -102,9 +117,15 @@ def generate(folder: RunFolder, root: Path, *, owner: ProcessId | None, retry_fa
         )
         gc.freeze()  # what is there now stays: no collection has to walk it again
         gc.set_threshold(20_000, 20, 50)  # at the default, requests in flight are walked for a fifth of the CPU time
-        state, reason = asyncio.run(Loop(setup, WorkQueue(pending, len(pending))).run())
-        events.record(f"run_{state}", detail=reason, done=shards.done, failed=shards.failed, asked=frozen["asked"])
-    return EXIT_CODES[state]
+        state, reason = asyncio.run(Loop(setup).run())
+        counts = {"done": shards.done, "failed": shards.failed, "asked": frozen["asked"]}
+        events.record(f"run_{state}", detail=reason, **counts)
+    if spec.notify is not None:  # nothing is held any more: a command that hangs keeps nobody waiting
+        event = "limit" if state == "stopped" and bounds.reached else state
+        message = "{done:,} of {asked:,} rows done, {failed:,} failed".format(**counts) + f": {reason}" * bool(reason)
+        with EventLog(folder.events) as events:
+            asyncio.run(tell_and_record(spec.notify, folder, events, event, message))
+    return state
 
 
 def _limits(the_fleet: Fleet, spec: RunSpec, root: Path) -> dict[str, ServerLimits | None]:

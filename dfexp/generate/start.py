@@ -24,6 +24,7 @@ from dfexp.processes import ProcessId
 from dfexp.prompts import freeze
 
 START_TIMEOUT_S = 180.0
+_END_S = 90.0
 CHANGE = "dfexp fleet reconfigure"
 """The purpose of a lease that a change of an idle fleet holds; a run waits for its end."""
 
@@ -101,13 +102,20 @@ def keep_frozen(folder: RunFolder, root: Path) -> None:
         write_json(folder.run_json, recorded)
 
 
-def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = None) -> RunFolder:
+def start(
+    spec: RunSpec,
+    root: Path,
+    *,
+    retry_failed: Collection[str] | None = None,
+    sample: tuple[int, int] | None = None,
+) -> RunFolder:
     """Start the generating process of a run, or attach to the one that runs. Returns once it works.
 
     Args:
         spec: the run's parameters. Its fleet must be up.
         root: what relative paths in the parameters are relative to.
         retry_failed: kinds of failure to try again, or {"all"}.
+        sample: how many of the prompts, drawn with which seed, are to be done before it stops; None: all of them.
 
     Raises RunError when the process cannot start (its words are in the message) or one runs with other parameters;
     FleetError when the fleet is not up; and what `prepare` raises.
@@ -115,7 +123,7 @@ def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = N
     """
     folder = prepare(spec, root)
     with _one_at_a_time(folder):
-        if control.living_process(folder) is not None:
+        if going_on(folder) is not None:
             _check_same(spec, folder)
             return folder
         the_fleet = fleet.attach(fleet_folder(spec, root))
@@ -123,8 +131,15 @@ def start(spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = N
             time.sleep(0.5)
         with disk(f"create {folder.control}", "Fix the folder."):
             folder.control.mkdir(exist_ok=True)
-        _spawn(folder, root, retry_failed)
+        _spawn(folder, root, retry_failed, sample)
     return folder
+
+
+def going_on(folder: RunFolder) -> ProcessId | None:
+    """The generating process of a run. One that has told its end is waited for: its `notify` may still run."""
+    if (control.read_status(folder) or {}).get("state") in control.FINAL_STATES:
+        control.wait_until(lambda: control.living_process(folder) is None, _END_S)
+    return control.living_process(folder)
 
 
 def stop(folder: RunFolder, *, reason: str, now: bool = False) -> None:
@@ -132,12 +147,13 @@ def stop(folder: RunFolder, *, reason: str, now: bool = False) -> None:
     control.send(folder, control.STOP_NOW if now else control.STOP, reason=reason)
 
 
-def _spawn(folder: RunFolder, root: Path, retry_failed: Collection[str] | None) -> None:
+def _spawn(folder: RunFolder, root: Path, retry_failed: Collection[str] | None, sample: tuple[int, int] | None) -> None:
     """Start the process in a session of its own, and wait until it has written its first status."""
     argv = [sys.executable, "-m", "dfexp.generate", "--folder", str(folder.path), "--root", str(root)]
     argv += ["--owner", str(ProcessId.current())]
     for kind in retry_failed or ():
         argv += ["--retry-failed", kind]
+    argv += ["--sample", *map(str, sample)] if sample else []
     with folder.log.open("ab") as log:
         before = log.tell()
         process = subprocess.Popen(
