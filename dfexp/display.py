@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html as escaping
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,17 +9,14 @@ from typing import Any
 
 from IPython.display import DisplayHandle
 
-from dfexp import control
+from dfexp import control, livepage
 from dfexp.errors import ControlError, RunError, RunStopped
 from dfexp.fleet import Fleet, ServerStatus
 from dfexp.fleet.record import flat
 from dfexp.layout import RunFolder
 from dfexp.preflight import Check
 from dfexp.records import Answer, ServerLimits
-from dfexp.rollout import FINAL
-from dfexp.tables import FONT, Table, duration, labelled, rows_html, text
-
-_COLORS = {"ended": "#009E73", "failed": "#D55E00", "stopped": "#E69F00"}
+from dfexp.tables import Table, duration, labelled, text
 
 
 @contextmanager
@@ -52,11 +48,11 @@ def watch(folder: RunFolder, seen: Sequence[int], *, interval_s: float = 1.0) ->
     Raises RunStopped when the run was stopped, by whomever, and RunError when it failed or its process was killed.
     """
     handle, passed_on = DisplayHandle(), 0
-    handle.display({"text/plain": line(None), "text/html": html(None)}, raw=True)
+    handle.display({"text/plain": livepage.line(None), "text/html": livepage.html(None)}, raw=True)
     while True:
         running = control.living_process(folder) is not None  # asked first: a process writes its end, then goes
         status = control.read_status(folder)
-        handle.update({"text/plain": line(status), "text/html": html(status)}, raw=True)
+        handle.update({"text/plain": livepage.line(status), "text/html": livepage.html(status)}, raw=True)
         if not running or (status is not None and status["state"] in control.FINAL_STATES):
             return _conclude(folder, status)
         for verb in (control.STOP, control.STOP_NOW)[passed_on : len(seen)]:
@@ -70,110 +66,18 @@ def _conclude(folder: RunFolder, status: dict[str, Any] | None) -> dict[str, Any
     """The status of a run that ended, or the error of one that ended otherwise; its process is gone."""
     resume = f"Run this cell again to resume, or `dfexp resume {folder.name}`; its log is {folder.log}."
     if status is None or status["state"] not in control.FINAL_STATES:
-        where = _counts(status) if status else "nothing reported yet"
+        where = livepage.counts(status) if status else "nothing reported yet"
         raise RunError(
             f"the process of run {folder.name!r} is gone without having stopped, killed from outside ({where} when it"
             f" last reported). Everything reported done is on disk. {resume}"
         )
-    counts = f"{_counts(status)}; {status['asked'] - status['done'] - status['failed']:,} left; what is done is on disk"
+    left = status["asked"] - status["done"] - status["failed"]
+    counts = f"{livepage.counts(status)}; {left:,} left; what is done is on disk"
     if status["state"] == "stopped":
         raise RunStopped(f"run {folder.name!r} was stopped ({status['reason'] or 'unsaid'}): {counts}. {resume}")
     if status["state"] == "failed":
         raise RunError(f"run {folder.name!r} failed: {status['reason']} ({counts}). {resume}")
     return status
-
-
-def _counts(status: Mapping[str, Any]) -> str:
-    return f"{status['done']:,} of {status['asked']:,} done, {status['failed']:,} failed"
-
-
-def line(status: Mapping[str, Any] | None) -> str:
-    """The progress of a run in one short line."""
-    if status is None:
-        return "waiting for the run's first report"
-    parts = [f"{_state(status)}: {_counts(status)}"]
-    if status["state"] in ("running", "draining"):
-        parts.append(f"{status['in_flight']:,} in flight")
-        parts.append(f"{text(float(status['tok_per_s']))} completion tok/s (client, last {status['window_s']:.0f} s)")
-    away = [server for server in status["servers"] if server["state"] in ("down", "suspect", "quarantined")]
-    if away and status["state"] == "running":
-        parts.append(f"{len(away)} of {len(status['servers'])} servers away ({away[0]['name']}: {away[0]['state']})")
-    if status["state"] == "running" and status["eta_s"] is not None:
-        parts.append(f"about {duration(status['eta_s'])} left")
-    if (rollout := status.get("rollout")) and rollout["state"] not in FINAL:
-        parts.append(str(rollout["text"]))
-    if status["state"] in ("stopped", "failed") and status["reason"]:
-        parts.append(str(status["reason"]))
-    return ", ".join(parts)
-
-
-def _state(status: Mapping[str, Any]) -> str:
-    return labelled(status["state"], status.get("engine"))
-
-
-def html(status: Mapping[str, Any] | None) -> str:
-    """The progress of a run: bar, counts, rates with their window, servers, failures. Everything is escaped."""
-    if status is None:
-        return f'<div style="{FONT}">Waiting for the run\'s first report.</div>'
-    parts = [_bar(status), _facts(status)]
-    rollout = status.get("rollout") or {}
-    for said in filter(None, (status.get("reason"), status.get("disk_refuses"), rollout.get("text"))):
-        parts.append(f"<div style='margin-top:6px'>{escaping.escape(str(said))}</div>")
-    if status["servers"]:
-        window = f"completion tokens, last {status['window_s']:.0f} s"
-        note = f"answers, errors, restarts: since the last start; tokens/s: {window}"
-        servers = rows_html([_server(server) for server in status["servers"]])
-        parts.append(f"<div style='margin-top:10px'>{servers}<div style='opacity:.7;font-size:12px'>{note}</div></div>")
-    for title, counts in (("Failed", status["failures_by_kind"]), ("Flags", status["flags"])):
-        if counts:
-            shown = ", ".join(f"{escaping.escape(str(kind))} {count:,}" for kind, count in counts.items())
-            parts.append(f"<div style='margin-top:6px'><b>{title}:</b> {shown}</div>")
-    return f'<div style="{FONT};max-width:960px">{"".join(parts)}</div>'
-
-
-def _bar(status: Mapping[str, Any]) -> str:
-    asked = max(1, int(status["asked"]))
-    done, failed = 100 * status["done"] / asked, 100 * status["failed"] / asked
-    color = _COLORS.get(status["state"], "#0072B2")
-    return (
-        "<div style='display:flex;justify-content:space-between;margin-bottom:3px'>"
-        f"<span><b style='color:{color}'>{escaping.escape(_state(status))}</b> &nbsp; {_counts(status)}</span>"
-        f"<span>{done:.1f} %</span></div>"
-        "<div style='display:flex;height:12px;border-radius:6px;overflow:hidden;background:rgba(128,128,128,.22)'>"
-        f"<div style='width:{done:.3f}%;background:{color}'></div>"
-        f"<div style='width:{failed:.3f}%;background:#D55E00'></div></div>"
-    )
-
-
-def _facts(status: Mapping[str, Any]) -> str:
-    """Rates while there are any, and the time: each with its window and what it counts."""
-    window, going = f"client, last {status['window_s']:.0f} s", status["state"] in ("running", "draining")
-    mean = status["mean_completion_tokens"]
-    facts = (
-        (going, text(float(status["tok_per_s"])), f"completion tokens/s<br>{window}"),
-        (going, text(float(status["rows_per_s"])), f"completions/s<br>{window}"),
-        (going, text(status["in_flight"]), "requests<br>in flight"),
-        (status["state"] == "running", duration(status["eta_s"]), "left, at the rate<br>since the start"),
-        (mean is not None, text(mean), "completion tokens<br>mean, finished rows"),
-        (True, duration(status["at"] - status["started_at"]), "since the<br>last start"),
-    )
-    cells = "".join(
-        "<div style='min-width:8em'>"
-        f"<div style='font-size:18px;font-weight:600;font-variant-numeric:tabular-nums'>{value}</div>"
-        f"<div style='opacity:.7;font-size:12px;line-height:1.3'>{what}</div></div>"
-        for is_known, value, what in facts
-        if is_known
-    )
-    return f"<div style='display:flex;flex-wrap:wrap;gap:8px 22px;margin-top:10px'>{cells}</div>"
-
-
-def _server(server: Mapping[str, Any]) -> dict[str, Any]:
-    titles = {
-        "name": "server", "state": "state", "in_flight": "in flight", "limit": "most in flight",
-        "cap": "requests at once", "done": "answers", "errors": "errors", "restarts": "restarts",
-        "tok_per_s": "tokens/s",
-    }  # fmt: skip
-    return {title: server[key] for key, title in titles.items()} | {"state": server["state"].replace("_", " ")}
 
 
 def conclusion(status: Mapping[str, Any], fleet_name: str) -> str:

@@ -8,8 +8,9 @@ import contextlib
 import difflib
 import json
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
@@ -162,3 +163,75 @@ def held_bytes(names: Collection[str]) -> int | None:
     """Memory in use on these GPUs, by index or UUID as in CUDA_VISIBLE_DEVICES, together; None without a driver."""
     now = gpus_now()
     return sum(gpu.used_bytes for gpu in now.gpus if {str(gpu.index), gpu.uuid} & set(names)) if now.gpus else None
+
+
+_THROTTLES = (
+    *("gpu idle", "application clocks", "power cap", "hardware slowdown", "sync boost", "thermal"),
+    *("hardware thermal", "power brake", "display clocks"),
+)  # what the bits of a GPU's clock event reasons mean, from the lowest one on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """What one GPU did at one moment, a line of metrics.jsonl that has a `gpu`. None: its driver does not tell.
+
+    Attributes:
+        gpu, uuid: its index and its name.
+        at: seconds since the Unix epoch.
+        utilization: share of the time in which anything ran there, 0-1: it says nothing of how well.
+        throttle_reasons: why its clocks are lower than they could be.
+
+    """
+
+    gpu: int
+    uuid: str
+    at: float
+    utilization: float | None
+    memory_used_bytes: int | None
+    power_w: float | None
+    sm_clock_mhz: int | None
+    throttle_reasons: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as it is written: what is None is left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+class GpuMeter:
+    """Reads GPUs through NVML, which stays open, since opening it takes longer than reading. Never raises."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Args: names, by index or UUID as in CUDA_VISIBLE_DEVICES. Without a driver there is nothing to read."""
+        self._devices: list[tuple[int, str, Any]] = []
+        if not names:
+            return
+        import pynvml as nvml
+
+        self._nvml: Any = nvml
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlInit()
+            for index in range(nvml.nvmlDeviceGetCount()):
+                device = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid = nvml.nvmlDeviceGetUUID(device)
+                self._devices += [(index, uuid, device)] * bool({str(index), uuid} & set(names))
+
+    def samples(self) -> list[GpuSample]:
+        """One of each GPU, as of now."""
+        return [self._sample(*device) for device in self._devices]
+
+    def _sample(self, index: int, uuid: str, device: Any) -> GpuSample:
+        nvml, found = self._nvml, dict[str, Any]()
+        asked: dict[str, Callable[[], Any]] = {
+            "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100,
+            "memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(device).used,
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
+            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
+            "throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device),
+        }
+        for name, ask in asked.items():
+            with contextlib.suppress(nvml.NVMLError):
+                found[name] = ask()
+        bits = found.pop("throttle_reasons", None) or 0
+        reasons = tuple(words for place, words in enumerate(_THROTTLES) if bits >> place & 1)
+        known = {name: found.get(name) for name in asked if name != "throttle_reasons"}
+        return GpuSample(gpu=index, uuid=uuid, at=time.time(), throttle_reasons=reasons, **known)

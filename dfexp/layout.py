@@ -30,6 +30,7 @@ class RunFolder:
         self.control = path / "control"  # commands to the running process, and its status
         self.completions = path / "completions"  # shards, done-set, failures, manifest
         self.events = path / "events.jsonl"  # launches, crashes, restarts, findings
+        self.metrics = path / "metrics.jsonl"  # what servers and GPUs said, one line each per interval
         self.log = path / "generate.log"  # what the generating process printed
         self.notebooks = path / "notebooks"  # executed notebooks and their HTML
         self.report = path / "report"  # tables as CSV and JSON

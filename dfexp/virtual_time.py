@@ -6,7 +6,10 @@ first server was started}. Between two lines time is linear, before the first an
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from dfexp.jsonl import decode_line, read_log
 
 CLOCK = "clock.jsonl"
+_LOOK_S, _LINES_S = 0.02, 0.05  # between two looks at the file; between two lines of a clock that moves, at the most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +52,32 @@ def now_s(path: Path) -> float:
     lines = path.read_bytes() if path.exists() else b""
     last = lines.rpartition(b"\n")[0].rpartition(b"\n")[2]
     return float(decode_line(last)["virtual_s"]) if last else 0.0
+
+
+class LiveClock:
+    """A virtual clock while a host moves it.
+
+    Between two looks at the file it goes on as fast as between the last two lines, and after `_LINES_S` not at all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._looked, self._now_s = path, -inf, 0.0
+        self._last = self._before = (0.0, 0.0)
+
+    def __call__(self) -> float:
+        """Virtual seconds now; never fewer than before."""
+        at = time.time()
+        if abs(at - self._looked) > _LOOK_S:
+            self._looked = at
+            self._look()
+        (real_at, virtual_s), (before_at, before_s) = self._last, self._before
+        speed = (virtual_s - before_s) / max(real_at - before_at, 1e-3)
+        self._now_s = max(self._now_s, virtual_s + speed * min(max(0.0, at - real_at), _LINES_S))
+        return self._now_s
+
+    def _look(self) -> None:
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 512))
+            lines = [decode_line(line) for line in file.read().split(b"\n")[-3:-1] if line.startswith(b"{")]
+            pairs = [(float(line["real_at"]), float(line["virtual_s"])) for line in lines]
+            self._before, self._last = (pairs[0], pairs[-1]) if pairs else (self._before, self._last)

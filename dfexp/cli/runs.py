@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from dfexp import control, display, generate, notebook, params
+from dfexp import control, generate, livepage, notebook, params
 from dfexp.cli.attendant import run_notebooks
 from dfexp.cli.common import EXIT_OK, all_runs, find_run
 from dfexp.engines.base import engine_for
@@ -55,7 +55,7 @@ def status(args: argparse.Namespace) -> int:
         gone = ""
         if not alive and found and found["state"] not in control.FINAL_STATES:
             found, gone = {**found, "state": "killed", "eta_s": None}, f"  (dfexp resume {folder.name} goes on)"
-        print(f"{folder.name}: {display.line(found) if found else 'not started yet'}{gone}")
+        print(f"{folder.name}: {livepage.line(found) if found else 'not started yet'}{gone}")
         servers = found["servers"] if found and args.run else ()
         if servers and not alive:
             print("  no process runs; the servers as it last saw them:")
@@ -80,5 +80,5 @@ def stop(args: argparse.Namespace) -> int:
     while control.living_process(folder) is not None:
         time.sleep(0.2)
     found = control.read_status(folder)
-    print(f"{folder.name}: {display.line(found) if found else 'stopped'}")
+    print(f"{folder.name}: {livepage.line(found) if found else 'stopped'}")
     return EXIT_OK

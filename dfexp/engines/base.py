@@ -7,16 +7,19 @@ import importlib
 import os
 import random
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from dfexp.engines.http import get_text
 from dfexp.errors import EngineStartError
 from dfexp.layout import FleetFolder
+from dfexp.metrics import from_metrics
 from dfexp.params import FleetGroup
 from dfexp.processes import ProcessId
-from dfexp.records import ServerLimits, TokenCounts
+from dfexp.records import EngineSample, ServerLimits, TokenCounts
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Below every system's range of ephemeral ports: a client's outgoing connection can then never sit on the port of a
@@ -80,6 +83,9 @@ class Engine(Protocol):
     def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """What a server says of its room."""
 
+    def sample(self, server: Server, key: str, timeout_s: float = 10.0) -> EngineSample | None:
+        """What a server says of its work; None where it says nothing that is known here."""
+
     def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
         """Counters of tokens that grow while the server works at any request; None where the engine has none."""
 
@@ -112,6 +118,13 @@ def start_log(server: Server, most: int = 2**22) -> str:
         head = file.read(most)
         file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - most))
         return (head + file.read()).decode("utf-8", "replace")
+
+
+def sampled(server: Server, key: str, timeout_s: float) -> EngineSample | None:
+    """A server's page of metrics, as of the middle of the time that it took. Raises RequestError."""
+    began_at = time.time()
+    page = get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s)
+    return from_metrics(page, at=(began_at + time.time()) / 2, server=server.name)
 
 
 def address(host: str, port: int) -> str:

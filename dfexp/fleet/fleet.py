@@ -34,7 +34,7 @@ from dfexp.hardware import held_bytes
 from dfexp.layout import FleetFolder
 from dfexp.params import AnyFleet
 from dfexp.processes import ProcessId
-from dfexp.records import ServerLimits, TokenCounts
+from dfexp.records import EngineSample, ServerLimits, TokenCounts
 
 _LAST_LINES, _CHANGE_DRAIN_S, _MEMORY_BACK_S, _PAUSE_S = 12, 10.0, 15.0, 0.2
 _DRIVER_BYTES = 2**29  # what a driver may hold more on a GPU than before, without any process there
@@ -116,6 +116,10 @@ class Fleet:
     def progress(self, name: str, timeout_s: float = 10.0) -> TokenCounts | None:
         """Counters of tokens that grow while server `name` works; None where there are none. Raises RequestError."""
         return self.engine.progress(self.server(name), self.key, timeout_s)
+
+    def sample(self, name: str, timeout_s: float = 10.0) -> EngineSample | None:
+        """What server `name` says of its work; None where it says nothing. Raises RequestError."""
+        return self.engine.sample(self.server(name), self.key, timeout_s)
 
     def probe(self, name: str, model: str, timeout_s: float = 20.0) -> Readiness:
         """Ask server `name` for a token, and see that it is ours that gave it."""

@@ -15,7 +15,6 @@ from dfexp.engines import Readiness, get_text
 from dfexp.errors import DfexpError, RequestError, TimedOut, Unreachable
 from dfexp.fleet import Fleet, Server, scrub
 from dfexp.generate.events import EventLog
-from dfexp.generate.progress import Recent
 from dfexp.params import AnyFleet, RunSpec
 from dfexp.records import ServerLimits
 from dfexp.rollout import Reading
@@ -69,7 +68,6 @@ class Lane:
         self.watching: asyncio.Task[None] | None = None
         self.done = self.errors = self.restarts = 0
         self._paused_until = 0.0
-        self._recent = Recent()
         self._last_sign = self._moved_at = time.monotonic()
         self._counted: float | None = None  # tokens of answers by the engine's counter, as last read
         self._computed: float | None = None  # tokens of any kind, when the counter last moved by itself
@@ -108,12 +106,11 @@ class Lane:
         """Whether the server should get another request."""
         return self.serves and now >= self._paused_until and len(self.tasks) < self.limit
 
-    def completed(self, now: float, tokens: int | None) -> None:
+    def completed(self, now: float) -> None:
         """Count an answer: a sign of life."""
         self.done += 1
         self._deaths_in_a_row = self._errors_in_a_row = self._misses = 0
         self._last_sign = self._moved_at = now
-        self._recent.add(now, tokens or 0)
 
     def failed(self) -> None:
         """Count an error, and look after the server soon: it may be dead."""
@@ -142,8 +139,8 @@ class Lane:
         """Feed nothing for some seconds, as the server asked."""
         self._paused_until = max(self._paused_until, now + seconds)
 
-    def status(self, now: float, window_s: float) -> dict[str, Any]:
-        """The lane's part of the status file; the rate counts tokens of whole answers over the window."""
+    def status(self) -> dict[str, Any]:
+        """The lane's part of the status file."""
         return {
             "name": self.name,
             "state": "draining" if self.is_held and self.state == "ready" else self.state,
@@ -153,7 +150,6 @@ class Lane:
             "done": self.done,
             "errors": self.errors,
             "restarts": self.restarts,
-            "tok_per_s": self._recent.since(now - window_s)[1] / max(window_s, 1e-9),
         }
 
     def start_watch(self) -> None:

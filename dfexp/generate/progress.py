@@ -1,12 +1,20 @@
-"""Counts and rates of a run, as its status file shows them. Pure: the time is passed in."""
+"""What a run did and how it goes on, as its status file shows it. Pure: times are passed in, by the run's clock."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dfexp.diagnose import STALLED_S
+from dfexp.estimate import Estimate, InFlight, Lengths, flights_rate, lengths_of, server_rate, time_left
+from dfexp.records import Answer, EngineSample
+from dfexp.sampler import KEPT_S
+
 WINDOW_S = 60.0
-"""Client rates are means over the last so many seconds, or since the start when that is less."""
+"""Rates are means over the last so many seconds, or since the start when that is less."""
+_SAMPLES = 12  # as many lie in a window, so that it is longer where the clock is fast and samples are far apart
+_POINTS = 120
 
 
 class Recent:
@@ -23,48 +31,155 @@ class Recent:
         self._slots.append((slot, rows + 1, so_far + tokens))
 
     def since(self, then: float) -> tuple[int, int]:
-        """Rows and tokens since `then`, which is later at every call."""
-        while self._slots and self._slots[0][0] < int(then * 10):
+        """Rows and tokens since `then`, which may be at most `KEPT_S` before the last row."""
+        while self._slots and self._slots[0][0] < self._slots[-1][0] - KEPT_S * 10:
             self._slots.popleft()
-        return sum(slot[1] for slot in self._slots), sum(slot[2] for slot in self._slots)
+        kept = [slot for slot in self._slots if slot[0] >= int(then * 10)]
+        return sum(slot[1] for slot in kept), sum(slot[2] for slot in kept)
+
+
+class Traffic:
+    """What goes to one server and comes back."""
+
+    def __init__(self) -> None:
+        self.flight, self.recent = InFlight(), Recent()
+        self._sent: dict[int, float] = {}
+        self._judged: deque[tuple[float, bool]] = deque(maxlen=2000)
+        self._took_s = [0.0, 0.0]  # by how many answers, and how long
+
+    def sent(self, index: int, now: float) -> None:
+        """A row has gone to the server."""
+        self._sent[index] = now
+        self.flight.sent(index, now)
+
+    def left(self, index: int, now: float, answer: Answer | None = None) -> None:
+        """It is there no more; the first call counts, and only the one with its answer says what it gave."""
+        if (sent := self._sent.pop(index, None)) is None:
+            return
+        tokens = None if answer is None else answer.completion_tokens
+        self.flight.ended(index, now, tokens)
+        if answer is not None:
+            self.recent.add(now, tokens or 0)
+            self._took_s = [self._took_s[0] + 1, self._took_s[1] + now - sent]
+
+    def judged(self, now: float, *, is_garbage: bool) -> None:
+        """An answer was looked at."""
+        self._judged.append((now, is_garbage))
+
+    def watched(self, now: float) -> dict[str, Any]:
+        """What `diagnose.Watched` has of this."""
+        judged = [is_garbage for at, is_garbage in self._judged if at >= now - KEPT_S]
+        answers, seconds = self._took_s
+        return {
+            "long_in_flight": sum(now - sent >= STALLED_S for sent in self._sent.values()),
+            "request_s": seconds / answers if answers else None,
+            "answers": len(judged),
+            "garbage": sum(judged),
+        }
+
+
+class History:
+    """A rate since the start in at most so many points: when they are full, each two become one."""
+
+    def __init__(self) -> None:
+        self.step_s, self.points = 1.0, list[float]()
+        self._sum, self._number, self._until_s = 0.0, 0, 1.0
+
+    def add(self, since_start_s: float, value: float) -> None:
+        """The rate at a time, which is later at every call."""
+        while since_start_s >= self._until_s and self._number:
+            self.points.append(round(self._sum / self._number, 1))
+            if len(self.points) >= _POINTS:
+                self.points = [round(sum(pair) / 2, 1) for pair in zip(*[iter(self.points)] * 2, strict=True)]
+                self.step_s *= 2
+            self._until_s += self.step_s
+            if since_start_s < self._until_s:
+                self._sum, self._number = 0.0, 0
+        self._sum, self._number = self._sum + value, self._number + 1
 
 
 class Progress:
-    """What this process did. Rates count rows and tokens at the moment a completion arrived whole."""
+    """What this process did. An answer counts at the moment that it arrived whole."""
 
-    def __init__(self, started: float) -> None:
-        """Args: started, monotonic seconds."""
-        self._started = started
-        self._recent = Recent()
-        self._tokens = 0
-        self._counted = 0
-        self.rows = 0
-        self.failures = 0
+    def __init__(self, started: float, *, lengths: Mapping[int, int] | None = None) -> None:
+        """Args: lengths, how many earlier answers had about so many tokens, as `lengths` had them."""
+        self._started, self._recent = started, Recent()
+        self.rows = self.failures = 0
         self.flags: Counter[str] = Counter()
+        self.lengths: Counter[int] = Counter(lengths or {})
+        self.servers: defaultdict[str, Traffic] = defaultdict(Traffic)
+        self.history = History()
 
-    def completed(self, now: float, completion_tokens: int | None, flags: tuple[str, ...]) -> None:
+    def answered(self, server: str, index: int, now: float, answer: Answer) -> None:
         """Count one completion."""
         self.rows += 1
-        self.flags.update(flags)
-        if completion_tokens is not None:
-            self._tokens += completion_tokens
-            self._counted += 1
-        self._recent.add(now, completion_tokens or 0)
+        self.flags.update(answer.flags)
+        self.servers[server].left(index, now, answer)
+        self._recent.add(now, answer.completion_tokens or 0)
+        if answer.completion_tokens is not None:
+            self.lengths[_about(answer.completion_tokens)] += 1
 
     def failed(self) -> None:
         """Count one row that will not succeed."""
         self.failures += 1
 
-    def rates(self, now: float, *, left: int) -> dict[str, Any]:
-        """Client rates over the window, mean length, and the time that `left` rows need at the rate since the start."""
-        rows, tokens = self._recent.since(now - WINDOW_S)
-        since_start_s = max(now - self._started, 1e-9)
-        window_s = min(WINDOW_S, since_start_s)
-        settled = self.rows + self.failures
+    def estimates(
+        self,
+        now: float,
+        *,
+        left: int,
+        limit: float | None,
+        samples: Iterable[Sequence[EngineSample]],
+        alone_tok_per_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Rates over a window that ends now, the mean length, and the seconds that are left, each with 95 % bounds.
+
+        Args: left, rows that were not sent; limit, tokens that no answer can exceed; samples, of each server;
+        alone_tok_per_s, speed of a request that has a server for itself.
+        """
+        samples, since_s = list(samples), max(now - self._started, 1e-9)
+        window_s = min(since_s, max(WINDOW_S, *(_spanned(each) for each in samples), 0.0))
+        rows, tokens = self._recent.since(now - window_s)
+        flights = [traffic.flight for traffic in self.servers.values()]
+        ages = [age for flight in flights for age in flight.ages(now)]
+        lengths, counted = lengths_of(self.lengths, ages, limit=limit), rate_of(samples, now - window_s, now)
+        rate = counted if counted and counted.value and left else flights_rate(flights)
+        eta = time_left(lengths, rows_left=left, ages=ages, rate=rate, alone_tok_per_s=alone_tok_per_s)
+        self.history.add(since_s, counted.value if counted else tokens / window_s)
         return {
-            "rows_per_s": rows / window_s,
-            "tok_per_s": tokens / window_s,
+            "elapsed_s": since_s,
             "window_s": window_s,
-            "mean_completion_tokens": self._tokens / self._counted if self._counted else None,
-            "eta_s": left * since_start_s / settled if settled and left else (0.0 if not left else None),
+            "rows_per_s": rows / window_s,
+            "client_tok_per_s": tokens / window_s,
+            "server_tok_per_s": counted and counted.value,
+            "mean_completion_tokens": _bounds(lengths),
+            "eta_s": eta and eta.value,
+            "eta_low_s": eta and eta.interval[0],
+            "eta_high_s": eta and eta.interval[1],
+            "history": {"step_s": self.history.step_s, "tok_per_s": self.history.points},
+            "lengths": {str(tokens): number for tokens, number in self.lengths.items()},
         }
+
+
+def rate_of(samples: Iterable[Sequence[EngineSample]], start: float, end: float) -> Estimate | None:
+    """Tokens/s that servers decoded, by their counters; None where none has any."""
+    pairs = [([each.at for each in one], [each.realtime_decode_tokens_total for each in one]) for one in samples]
+    return server_rate(pairs, start, end)
+
+
+def _spanned(samples: Sequence[EngineSample]) -> float:
+    """Seconds of the last so many samples."""
+    return samples[-1].at - samples[-_SAMPLES].at if len(samples) >= _SAMPLES else 0.0
+
+
+def _bounds(lengths: Lengths | None) -> dict[str, float] | None:
+    if lengths is None:
+        return None
+    low, high = lengths.mean.interval
+    return {"value": lengths.mean.value, "low": low, "high": high}
+
+
+def _about(tokens: int) -> int:
+    """A length to within 1 %, so that all lengths that there are fit in a status file."""
+    step = 1 << max(0, tokens.bit_length() - 7)
+    return tokens // step * step + step // 2

@@ -1,0 +1,193 @@
+"""A run as it goes, as a line and as a page: plain HTML and SVG, everything escaped, nothing that grows with time."""
+
+from __future__ import annotations
+
+import html as escaping
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dfexp.rollout import FINAL
+from dfexp.tables import FONT, SIMULATED, duration, labelled, rows_html, text
+
+_COLORS = {"ended": "#009E73", "failed": "#D55E00", "stopped": "#E69F00"}
+_BLUE = "#0072B2"
+_SEVERITIES = {"fault": ("#D55E00", "&#9650;"), "limit": (_BLUE, "&#9679;"), "note": ("#7F7F7F", "&#9675;")}
+_WIDTH, _HEIGHT = 240, 38
+_MOST_WORDS = 110
+
+
+def counts(status: Mapping[str, Any]) -> str:
+    """Done and failed rows, in words."""
+    return f"{status['done']:,} of {status['asked']:,} done, {status['failed']:,} failed"
+
+
+def line(status: Mapping[str, Any] | None) -> str:
+    """The progress of a run in one short line."""
+    if status is None:
+        return "waiting for the run's first report"
+    parts, is_running = [f"{_state(status)}: {counts(status)}"], status["state"] == "running"
+    if is_running or status["state"] == "draining":
+        parts.append(f"{status['in_flight']:,} in flight")
+        rate, source = _rate(status)
+        parts.append(f"{text(rate)} tok/s ({source}, last {duration(status['window_s'])})")
+    away = [server for server in status["servers"] if server["state"] in ("down", "suspect", "quarantined")]
+    if away and is_running:
+        parts.append(f"{len(away)} of {len(status['servers'])} servers away ({away[0]['name']}: {away[0]['state']})")
+    if is_running and status["eta_s"] is not None:
+        parts.append(f"about {_left(status)}")
+    if (rollout := status.get("rollout")) and rollout["state"] not in FINAL:
+        parts.append(str(rollout["text"]))
+    if is_running and (finding := next(iter(_findings(status)), None)):
+        words = f"{finding['kind']}: {finding['evidence']}"
+        parts.append(words if len(words) <= _MOST_WORDS else words[: _MOST_WORDS - 3] + "...")
+    if status["state"] in ("stopped", "failed") and status["reason"]:
+        parts.append(str(status["reason"]))
+    return ", ".join(parts)
+
+
+def html(status: Mapping[str, Any] | None) -> str:
+    """The progress of a run: bar, rates, time left, what limits it, servers, failures."""
+    if status is None:
+        return f'<div style="{FONT}">Waiting for the run\'s first report.</div>'
+    parts = [_bar(status), _facts(status), *map(_finding, _findings(status))]
+    rollout = status.get("rollout") or {}
+    for said in filter(None, (status.get("reason"), status.get("disk_refuses"), rollout.get("text"))):
+        parts.append(f"<div style='margin-top:6px'>{escaping.escape(str(said))}</div>")
+    if status["servers"]:
+        window = f"tok/s: last {duration(status['window_s'])}{_time(status)}"
+        note = (
+            f"{window}, decoded as the server counts, else of whole answers; answers, errors, restarts: since the start"
+        )
+        servers = rows_html([_server(server) for server in status["servers"]])
+        parts.append(f"<div style='margin-top:10px'>{servers}<div style='opacity:.7;font-size:12px'>{note}</div></div>")
+    for title, kinds in (("Failed", status["failures_by_kind"]), ("Flags", status["flags"])):
+        if kinds:
+            shown = ", ".join(f"{escaping.escape(str(kind))} {count:,}" for kind, count in kinds.items())
+            parts.append(f"<div style='margin-top:6px'><b>{title}:</b> {shown}</div>")
+    return f'<div style="{FONT};max-width:960px">{"".join(parts)}</div>'
+
+
+def _state(status: Mapping[str, Any]) -> str:
+    return labelled(status["state"], status.get("engine"))
+
+
+def _time(status: Mapping[str, Any]) -> str:
+    """What to add to seconds that are not real ones."""
+    return " of simulated time" if status.get("engine") == SIMULATED else ""
+
+
+def _rate(status: Mapping[str, Any]) -> tuple[float, str]:
+    """The best rate that is known, and who counts it."""
+    decoded = status.get("server_tok_per_s")
+    return (status["client_tok_per_s"], "client") if decoded is None else (decoded, "servers")
+
+
+def _left(status: Mapping[str, Any]) -> str:
+    """The time that is left, with its bounds."""
+    low, high = duration(status["eta_low_s"]), duration(status["eta_high_s"])
+    return f"{duration(status['eta_s'])} left ({low} to {high})"
+
+
+def _findings(status: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What is worth knowing now; nothing of a run that is over."""
+    return status.get("findings", ()) if status["state"] == "running" else ()
+
+
+def _bar(status: Mapping[str, Any]) -> str:
+    asked = max(1, int(status["asked"]))
+    done, failed = 100 * status["done"] / asked, 100 * status["failed"] / asked
+    color = _COLORS.get(status["state"], _BLUE)
+    return (
+        "<div style='display:flex;justify-content:space-between;margin-bottom:3px'>"
+        f"<span><b style='color:{color}'>{escaping.escape(_state(status))}</b> &nbsp; {counts(status)}</span>"
+        f"<span>{done:.1f} %</span></div>"
+        "<div style='display:flex;height:12px;border-radius:6px;overflow:hidden;background:rgba(128,128,128,.22)'>"
+        f"<div style='width:{done:.3f}%;background:{color}'></div>"
+        f"<div style='width:{failed:.3f}%;background:#D55E00'></div></div>"
+    )
+
+
+def _facts(status: Mapping[str, Any]) -> str:
+    """Rates while there are any, and the time: each with its window and what it counts."""
+    window, is_going = f"last {duration(status['window_s'])}", status["state"] in ("running", "draining")
+    is_running, mean, clock = status["state"] == "running", status["mean_completion_tokens"], _time(status)
+    decoded, low, high = (status.get("server_tok_per_s"), *map(duration, (status["eta_low_s"], status["eta_high_s"])))
+    bounds = mean and f"{text(round(mean['low']))} to {text(round(mean['high']))}, in flight included"
+    facts = (
+        (is_running, duration(status["eta_s"]), f"left{clock}<br>{low} to {high}"),
+        (is_going and decoded is not None, text(decoded), f"tok/s decoded<br>servers, {window}"),
+        (is_going, text(float(status["client_tok_per_s"])), f"tok/s of whole answers<br>client, {window}"),
+        (is_going, text(float(status["rows_per_s"])), f"completions/s<br>client, {window}"),
+        (is_going, text(status["in_flight"]), "requests<br>in flight"),
+        (mean is not None, text(mean and round(mean["value"])), f"tokens an answer<br>{bounds}"),
+        (True, duration(status["elapsed_s"]), f"since the last start<br>{clock}"),
+    )
+    cells = "".join(
+        "<div style='min-width:7em'>"
+        f"<div style='font-size:18px;font-weight:600;font-variant-numeric:tabular-nums'>{value}</div>"
+        f"<div style='opacity:.7;font-size:12px;line-height:1.3'>{what}</div></div>"
+        for is_known, value, what in facts
+        if is_known
+    )
+    return f"<div style='display:flex;flex-wrap:wrap;gap:8px 22px;margin-top:10px'>{cells}{_sparkline(status)}</div>"
+
+
+def _sparkline(status: Mapping[str, Any]) -> str:
+    """Tokens/s since the start as a line over an area, from 0 to the highest."""
+    values, step_s = (
+        (status.get("history") or {}).get("tok_per_s", []),
+        (status.get("history") or {}).get("step_s", 0.0),
+    )
+    if len(values) < 2:
+        return ""
+    top = max(values) or 1.0
+    points = " ".join(
+        f"{place * _WIDTH / (len(values) - 1):.1f},{_HEIGHT - 1 - (_HEIGHT - 3) * value / top:.1f}"
+        for place, value in enumerate(values)
+    )
+    words = f"tok/s, 0 to {text(float(top))}, over {duration(step_s * len(values))}{_time(status)}"
+    return (
+        f"<div><svg width='{_WIDTH}' height='{_HEIGHT}' role='img' aria-label='{words}'>"
+        f"<polygon points='0,{_HEIGHT} {points} {_WIDTH},{_HEIGHT}' fill='{_BLUE}' fill-opacity='.14'/>"
+        f"<polyline points='{points}' fill='none' stroke='{_BLUE}' stroke-width='1.5'/></svg>"
+        f"<div style='opacity:.7;font-size:12px;line-height:1.3'>{words}</div></div>"
+    )
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    color, mark = _SEVERITIES.get(finding["severity"], _SEVERITIES["note"])
+    kind, evidence = escaping.escape(finding["kind"]), escaping.escape(finding["evidence"])
+    gain = f" Worth {finding['gain'] - 1:+.0%}." if finding.get("gain") else ""
+    change = f" <b>{escaping.escape(finding['change'])}</b>" if finding["change"] else ""
+    return (
+        f"<div style='margin-top:8px'><span style='color:{color}'>{mark}</span> <b>{kind}</b> &nbsp;{evidence}"
+        f"{gain}{change}</div>"
+    )
+
+
+def _server(server: Mapping[str, Any]) -> dict[str, Any]:
+    """A server's line of the table."""
+    running = server.get("num_running_reqs")
+    shown = server["in_flight"] if running is None else running
+    decoded = server.get("server_tok_per_s")
+    return {
+        "server": server["name"],
+        "state": server["state"].replace("_", " "),
+        "running / cap": f"{shown:,.0f} / {text(server['cap'])}" + " (in flight)" * (running is None),
+        "queue": _whole(server.get("num_queue_reqs")),
+        "KV usage": _share(server.get("full_token_usage")),
+        "state usage": _share(server.get("mamba_usage")),
+        "tok/s": server["client_tok_per_s"] if decoded is None else decoded,
+        "in flight": f"{server['in_flight']:,} / {server['limit']:,}",
+        "answers": server["done"],
+        "errors": server["errors"],
+        "restarts": server["restarts"],
+    }
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
