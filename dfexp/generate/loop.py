@@ -8,10 +8,10 @@ import random
 import signal
 import time
 import traceback
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,11 +24,10 @@ from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
 from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
-from dfexp.generate.limits import Bounds
-from dfexp.generate.notify import Lookout
-from dfexp.generate.progress import Progress
+from dfexp.generate.notify import Lookout, tell
 from dfexp.generate.recorder import Recorder
 from dfexp.generate.rolling import Rolling
+from dfexp.generate.status import Overview
 from dfexp.generate.verdicts import FailureStreak, answer_s, is_final, retry_wait_s
 from dfexp.generate.work import Job, WorkQueue
 from dfexp.layout import RunFolder
@@ -49,9 +48,13 @@ MOST_FAILURES_IN_A_ROW = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a run works with; whoever made it closes it. `limits` (None: silent) and `config_ids` are by server."""
+    """What a run works with; whoever made it closes it. `limits` (None: silent) and `config_ids` are by server.
+
+    `rows` are the rows to do, in order; `rest` says why they are not all that are left, None where they are.
+    """
 
     folder: RunFolder
+    root: Path
     spec: RunSpec
     fleet: Fleet
     model: str
@@ -63,7 +66,8 @@ class Setup:
     events: EventLog
     me: ProcessId
     owner: ProcessId | None
-    bounds: Bounds
+    rows: Sequence[int]
+    rest: str | None
 
 
 class Loop:
@@ -71,14 +75,15 @@ class Loop:
 
     def __init__(self, setup: Setup) -> None:
         self._s, self._generation = setup, setup.spec.generation
-        self._queue = WorkQueue(setup.bounds.rows, len(setup.bounds.rows))
+        self._queue = WorkQueue(setup.rows, len(setup.rows))
         self._fields, self._key = request_fields(self._generation), setup.fleet.key
         self._lanes: list[Lane] = []
-        self._started_at, self._started = time.time(), time.monotonic()
-        self._done_before = setup.shards.done
+        self._started = time.monotonic()
         self._recorder = Recorder(setup.shards, setup.events)
-        self._progress = Progress(self._started)
-        self._lookout = Lookout(setup.folder, setup.spec, setup.events, self._started)
+        self._overview = Overview(setup, self._lanes, self._queue)
+        self._progress = self._overview.progress
+        self._lookout = Lookout(self._generation.stall_s, self._started)
+        self._telling: asyncio.Task[None] | None = None
         self._streak = FailureStreak.of(MOST_FAILURES_IN_A_ROW)
         self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
         self._wake = asyncio.Event()
@@ -129,7 +134,7 @@ class Loop:
             return state, self._reason
 
     async def _work(self) -> tuple[str, str | None]:
-        recorder = asyncio.create_task(self._recorder.run())
+        recorder, watching = asyncio.create_task(self._recorder.run()), asyncio.create_task(self._overview.run())
         for lane in self._lanes:
             lane.start_watch()
         try:
@@ -146,10 +151,9 @@ class Loop:
                 self._wake.clear()
             return await self._finish(recorder)
         finally:
-            self._lookout.close()
-            for task in (recorder, *self._watches(), *self._all_tasks()):
+            for task in (tasks := (recorder, watching, *self._watches(), *self._all_tasks())):
                 task.cancel()
-            await asyncio.gather(recorder, *self._watches(), *self._all_tasks(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def _in_flight(self) -> int:
@@ -157,7 +161,7 @@ class Loop:
 
     def _all_tasks(self) -> list[asyncio.Task[None]]:
         requests = [task for lane in self._lanes for task in lane.tasks]
-        return [*requests, self._rolling.task] if self._rolling.task else requests
+        return [*requests, *filter(None, (self._rolling.task, self._telling))]
 
     def _watches(self) -> list[asyncio.Task[None]]:
         return [lane.watching for lane in self._lanes if lane.watching is not None]
@@ -186,11 +190,13 @@ class Loop:
     def _submit(self, lane: Lane, job: Job) -> None:
         task = asyncio.create_task(self._serve(lane, job))
         lane.tasks[task] = time.monotonic()
+        self._overview.sent(lane.name, job.index)
         task.add_done_callback(lambda finished: self._settled(lane, job, finished))
 
     def _settled(self, lane: Lane, job: Job, task: asyncio.Task[None]) -> None:
         """A request is over: its place is free. An exception here is a defect: the run stops and says so."""
         del lane.tasks[task]
+        self._overview.left(lane.name, job.index)
         self._wake.set()
         if task.cancelled():  # cut off by us: as if it had never been sent
             self._queue.put_back(job, not_before=0.0)
@@ -221,8 +227,8 @@ class Loop:
     def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer) -> None:
         now = time.monotonic()
         self._refused_since = None
-        lane.completed(now, answer.completion_tokens)
-        self._progress.completed(now, answer.completion_tokens, answer.flags)
+        lane.completed(now)
+        self._overview.answered(lane.name, job.index, answer)
         for failure in self._streak.success():
             self._recorder.add_failure(failure)
         self._recorder.add(
@@ -311,12 +317,17 @@ class Loop:
 
     def _look_after_the_fleet(self) -> None:
         """Give up when no server is left that could come back, or when none has answered for too long."""
-        lanes, now = self._lanes, time.monotonic()
-        if self._state == "running" and (limit := self._s.bounds.time_is_up(now - self._started)):
-            self.ask_to_stop(limit)
+        lanes, now, hours = self._lanes, time.monotonic(), self._s.spec.limits.hours
         if self._state != "running":
             return
-        self._lookout.look(now, self._progress.rows + self._progress.failures, lanes)
+        if hours is not None and now - self._started >= hours * 3600:
+            self.ask_to_stop(f"limits.hours = {hours:g} is reached")
+            return
+        if stall := self._lookout.look(now, self._progress.rows + self._progress.failures, lanes):
+            self._s.events.record("run_stalled", detail=stall)
+            self._telling = asyncio.create_task(
+                tell(self._s.spec.notify, self._s.folder, self._s.events, "stall", stall)
+            )
         if all(lane.state == "quarantined" for lane in lanes):
             self._fail("every server is quarantined after it kept dying; its log and events.jsonl say why")
         self._look_for_refusals(now)
@@ -343,40 +354,10 @@ class Loop:
             self._write_status(self._state if self._state != "failing" else "draining")
 
     def _write_status(self, state: str) -> None:
-        """Write the status file; a disk that refuses it does not stop the run."""
-        with contextlib.suppress(StorageError):
-            control.write_status(self._s.folder, self._status(state))
-
-    def _status(self, state: str) -> dict[str, Any]:
-        shards, now = self._s.shards, time.monotonic()
-        asked = len(self._s.prompts)
-        failed = shards.failed + len(self._streak.held)
-        left = asked - shards.done - failed
-        rates = self._progress.rates(now, left=left)
-        return {
-            "state": state,
-            "engine": self._s.fleet.engine.name,
-            "reason": self._reason,
-            "pid": self._s.me.pid,
-            "process_started": self._s.me.started,
-            "at": time.time(),
-            "started_at": self._started_at,
-            "asked": asked,
-            "done": shards.done,
-            "failed": failed,
-            "pending": len(self._queue),
-            "in_flight": self._in_flight,
-            "done_before": self._done_before,
-            **rates,
-            "failures_by_kind": dict(
-                Counter(shards.failures_by_kind()) + Counter(held.kind for held in self._streak.held)
-            ),
-            "flags": dict(self._progress.flags),
-            "rollout": self._rolling.status,
-            "refusals": self._refusals,
-            "disk_refuses": self._recorder.refusal,
-            "servers": [lane.status(now, rates["window_s"]) for lane in self._lanes],
-        }
+        self._overview.write(
+            state, self._streak.held, reason=self._reason, rollout=self._rolling.status, refusals=self._refusals,
+            disk_refuses=self._recorder.refusal,
+        )  # fmt: skip
 
     async def _finish(self, recorder: asyncio.Task[None]) -> tuple[str, str | None]:
         """Cut off what is still in flight, make every answer safe, seal the open shard."""
@@ -394,5 +375,5 @@ class Loop:
         except StorageError as error:
             return "failed", f"{error} {self._recorder.backlog} answers could not be written and will be made again."
         if self._state == "running":
-            return self._s.bounds.end()
+            return ("stopped", self._s.rest) if self._s.rest else ("ended", None)
         return ("failed" if self._state == "failing" else "stopped"), self._reason

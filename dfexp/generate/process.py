@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -17,9 +18,9 @@ from dfexp.fleet import Fleet
 from dfexp.generate import identity
 from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
-from dfexp.generate.limits import Bounds, drawn
+from dfexp.generate.limits import drawn, portion
 from dfexp.generate.loop import Loop, Setup
-from dfexp.generate.notify import tell_and_record
+from dfexp.generate.notify import tell
 from dfexp.generate.start import ALL_KINDS, fleet_folder, read_spec
 from dfexp.jsonl import read_json, write_json
 from dfexp.layout import RunFolder
@@ -86,10 +87,11 @@ def generate(
             folder=folder, fleet=the_fleet, common={"model": model, "sampling": identity.sampling(spec.generation)}
         )
         pending = shards.pending(shards.failures_by_kind() if ALL_KINDS in retry_failed else retry_failed)
-        bounds = Bounds.of(spec.limits, pending, drawn(frozen["asked"], *sample) if sample else None)
+        rows, rest = portion(spec.limits, pending, drawn(frozen["asked"], *sample) if sample else None)
         version = next((each.engine_version for each in limits.values() if each is not None), None)
         setup = Setup(
             folder=folder,
+            root=root,
             spec=spec,
             fleet=the_fleet,
             model=model,
@@ -103,7 +105,8 @@ def generate(
             events=events,
             me=ProcessId.current(),
             owner=owner,
-            bounds=bounds,
+            rows=rows,
+            rest=rest,
         )
         if differing := [one.name for one in the_fleet.servers if one.settings is not None]:
             events.record("servers_differ", detail="they have other settings than the fleet", servers=differing)
@@ -120,11 +123,10 @@ def generate(
         state, reason = asyncio.run(Loop(setup).run())
         counts = {"done": shards.done, "failed": shards.failed, "asked": frozen["asked"]}
         events.record(f"run_{state}", detail=reason, **counts)
-    if spec.notify is not None:  # nothing is held any more: a command that hangs keeps nobody waiting
-        event = "limit" if state == "stopped" and bounds.reached else state
-        message = "{done:,} of {asked:,} rows done, {failed:,} failed".format(**counts) + f": {reason}" * bool(reason)
-        with EventLog(folder.events) as events:
-            asyncio.run(tell_and_record(spec.notify, folder, events, event, message))
+    # Nothing is held any more: a command that hangs keeps no other start and no `fleet down` waiting.
+    message = "{done:,} of {asked:,} rows done, {failed:,} failed".format(**counts) + f": {reason}" * bool(reason)
+    with contextlib.suppress(DfexpError), EventLog(folder.events) as events:
+        asyncio.run(tell(spec.notify, folder, events, state, message))
     return state
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from dfexp import generate
-from dfexp.generate.limits import Bounds
+from dfexp.generate.limits import portion
 from dfexp.params import LimitsGroup
 from tests.generate.conftest import Project
 from tests.scripted_server import ScriptedServer, chat
@@ -22,30 +22,21 @@ def test_a_sample_is_drawn_again_with_its_seed_and_is_never_larger_than_the_prom
 
 
 @pytest.mark.parametrize(
-    ("limits", "pending", "sample", "rows", "end"),
+    ("limits", "pending", "sample", "rows", "why"),
     [
-        (ALL, [0, 1, 2], None, [0, 1, 2], ("ended", None)),
-        (LimitsGroup(rows=3), [0, 1, 2], None, [0, 1, 2], ("ended", None)),
-        (LimitsGroup(rows=2), [0, 1, 2], None, [0, 1], ("stopped", "limits.rows = 2 is reached")),
-        (ALL, [0, 1, 2, 5], [5, 3, 1], [5, 1], ("stopped", "the sample of 3 rows is done")),
-        (ALL, [1, 5], [5, 3, 1], [5, 1], ("ended", None)),
-        (ALL, [2], [5, 3, 1], [], ("stopped", "the sample of 3 rows is done")),
-        (LimitsGroup(rows=1), [0, 1, 2], [2, 1], [2], ("stopped", "limits.rows = 1 is reached")),
+        (ALL, [0, 1, 2], None, [0, 1, 2], None),
+        (LimitsGroup(rows=3), [0, 1, 2], None, [0, 1, 2], None),
+        (LimitsGroup(rows=2), [0, 1, 2], None, [0, 1], "limits.rows = 2 is reached"),
+        (ALL, [0, 1, 2, 5], [5, 3, 1], [5, 1], "the sample of 3 rows is done"),
+        (ALL, [1, 5], [5, 3, 1], [5, 1], None),
+        (ALL, [2], [5, 3, 1], [], "the sample of 3 rows is done"),
+        (LimitsGroup(rows=1), [0, 1, 2], [2, 1], [2], "limits.rows = 1 is reached"),
     ],
-)  # fmt: skip
-def test_rows_and_end(
-    limits: LimitsGroup, pending: list[int], sample: list[int] | None, rows: list[int], end: tuple[str, str | None]
+)
+def test_the_rows_of_one_start(
+    limits: LimitsGroup, pending: list[int], sample: list[int] | None, rows: list[int], why: str | None
 ) -> None:
-    bounds = Bounds.of(limits, pending, sample)
-    assert (list(bounds.rows), bounds.end()) == (rows, end)
-    assert bounds.reached == end[1]
-
-
-def test_the_time_is_up_once() -> None:
-    bounds = Bounds.of(LimitsGroup(hours=0.5), [0])
-    assert bounds.time_is_up(1799.0) is None
-    assert bounds.time_is_up(1800.0) == "limits.hours = 0.5 is reached" == bounds.reached
-    assert bounds.time_is_up(1801.0) is None
+    assert portion(limits, pending, sample) == (rows, why)
 
 
 async def test_each_start_sends_so_many_rows_and_the_last_one_ends_the_run(project: Project) -> None:
