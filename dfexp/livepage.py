@@ -34,7 +34,8 @@ def line(status: Mapping[str, Any] | None) -> str:
     if away and is_running:
         parts.append(f"{len(away)} of {len(status['servers'])} servers away ({away[0]['name']}: {away[0]['state']})")
     if is_running and status["eta_s"] is not None:
-        parts.append(f"about {_left(status)}")
+        low, high = duration(status["eta_low_s"]), duration(status["eta_high_s"])
+        parts.append(f"about {duration(status['eta_s'])}{_time(status)} left ({low} to {high})")
     if (rollout := status.get("rollout")) and rollout["state"] not in FINAL:
         parts.append(str(rollout["text"]))
     if is_running and (finding := next(iter(_findings(status)), None)):
@@ -80,12 +81,6 @@ def _rate(status: Mapping[str, Any]) -> tuple[float, str]:
     """The best rate that is known, and who counts it."""
     decoded = status.get("server_tok_per_s")
     return (status["client_tok_per_s"], "client") if decoded is None else (decoded, "servers")
-
-
-def _left(status: Mapping[str, Any]) -> str:
-    """The time that is left, with its bounds."""
-    low, high = duration(status["eta_low_s"]), duration(status["eta_high_s"])
-    return f"{duration(status['eta_s'])} left ({low} to {high})"
 
 
 def _findings(status: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +84,7 @@ class Sampler:
         self._taken(kept[-1])
         return sample
 
-    def _write(self, lines: list[Mapping[str, Any]]) -> None:
+    def _write(self, lines: list[dict[str, Any]]) -> None:
         with contextlib.suppress(ShardError, OSError):
             self._log = self._log or AppendLog(self._path, durable=False)
             self._log.append(lines)

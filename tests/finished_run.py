@@ -13,6 +13,10 @@ from dfexp.shards import Shards
 
 PRINTS = {"prompts": "aa", "model": "bb", "sampling": "cc"}
 START = 1_800_000_000.0
+# What a server that has no page of metrics says of itself.
+_SAID: dict[str, Any] = dict.fromkeys(
+    ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput", "server_tok_per_s")
+)
 
 
 def row(index: int, **changes: Any) -> Completion:
@@ -79,13 +83,16 @@ def status(state: str = "running", **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "state": state, "reason": None, "pid": 4242, "process_started": "x-1", "at": START + 30, "started_at": START,
         "asked": 100, "done": 40, "failed": 2, "pending": 50, "in_flight": 8, "done_before": 10, "rows_per_s": 1.5,
-        "tok_per_s": 1234.5, "window_s": 20.0, "mean_completion_tokens": 55.5, "eta_s": 125.0,
-        "failures_by_kind": {"refused": 2}, "flags": {}, "disk_refuses": None,
+        "client_tok_per_s": 1234.5, "server_tok_per_s": None, "window_s": 20.0, "elapsed_s": 30.0,
+        "mean_completion_tokens": {"value": 55.5, "low": 50.0, "high": 61.0},
+        "eta_s": 125.0, "eta_low_s": 100.0, "eta_high_s": 150.0,
+        "history": {"step_s": 1.0, "tok_per_s": [900.0, 1300.0]},
+        "failures_by_kind": {"refused": 2}, "flags": {}, "disk_refuses": None, "findings": [],
         "servers": [
             {"name": "127.0.0.1:8080", "state": "ready", "in_flight": 4, "limit": 5, "cap": 4, "done": 20, "errors": 0,
-             "restarts": 0, "tok_per_s": 600.0},
+             "restarts": 0, **_SAID, "client_tok_per_s": 600.0},
             {"name": "127.0.0.1:8081", "state": "quarantined", "in_flight": 4, "limit": 5, "cap": 4, "done": 20,
-             "errors": 3, "restarts": 1, "tok_per_s": 634.5},
+             "errors": 3, "restarts": 1, **_SAID, "client_tok_per_s": 634.5},
         ],
     }  # fmt: skip
     return {**values, **changes}

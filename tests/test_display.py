@@ -146,38 +146,6 @@ def test_a_failed_run_gives_its_reason_and_its_log(folder: RunFolder) -> None:
         watch(folder)
 
 
-def test_a_line_has_counts_rate_window_and_time_left() -> None:
-    assert display.line(status()) == (
-        "running: 40 of 100 done, 2 failed, 8 in flight, 1,234 completion tok/s (client, last 20 s),"
-        " 1 of 2 servers away (127.0.0.1:8081: quarantined), about 2 min 05 s left"
-    )
-    assert display.line(status("ended", done=98)) == "ended: 98 of 100 done, 2 failed"
-    assert display.line(None) == "waiting for the run's first report"
-
-
-def test_a_simulated_run_is_shown_as_one() -> None:
-    simulated = status(engine="simulated")
-    assert display.line(simulated).startswith("running (simulated): 40 of 100 done")
-    assert "running (simulated)</b>" in display.html(simulated)
-    assert "simulated" not in display.line(status(engine="sglang")) + display.html(status(engine="sglang"))
-
-
-def test_html_escapes_everything() -> None:
-    hostile = "<script>x</script>"
-    servers = [{**status()["servers"][0], "name": hostile, "state": hostile}]
-    changes = {"reason": hostile, "servers": servers, "failures_by_kind": {hostile: 1}, "state": hostile}
-    page = display.html(status(**changes))
-    assert "<script>" not in page
-    assert page.count("&lt;script&gt;") >= 5
-
-
-def test_html_says_which_rate_over_which_window() -> None:
-    page = display.html(status())
-    assert "completion tokens/s<br>client, last 20 s" in page
-    assert "quarantined" in page
-    assert "Failed:</b> refused 2" in page
-
-
 def test_one_display_is_updated_in_place(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     shell = InteractiveShell.instance()
     try:

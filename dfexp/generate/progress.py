@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from dfexp.diagnose import STALLED_S
@@ -34,7 +35,7 @@ class Recent:
         """Rows and tokens since `then`, which may be at most `KEPT_S` before the last row."""
         while self._slots and self._slots[0][0] < self._slots[-1][0] - KEPT_S * 10:
             self._slots.popleft()
-        kept = [slot for slot in self._slots if slot[0] >= int(then * 10)]
+        kept = list(takewhile(lambda slot: slot[0] >= int(then * 10), reversed(self._slots)))
         return sum(slot[1] for slot in kept), sum(slot[2] for slot in kept)
 
 

@@ -12,6 +12,7 @@ from dfexp.engines.sglang import SglangEngine
 from dfexp.engines.sglang_servers import from_log
 from dfexp.errors import EngineStartError, FleetError
 from dfexp.layout import FleetFolder
+from dfexp.metrics import from_metrics
 from dfexp.params import SglangFleet
 from dfexp.records import ServerLimits, TokenCounts
 
@@ -125,6 +126,7 @@ def test_the_count_of_tokens_adds_up_ranks_and_tells_answers_from_prompts() -> N
     series = 'sglang:realtime_tokens_total{engine_type="unified",mode="%s",dp_rank="%d",tp_rank="0"} %s\n'
     page = "# HELP sglang:realtime_tokens_total ...\n" + series % ("decode", 0, "1667.0")
     page += series % ("decode", 1, "3e+02") + series % ("prefill_compute", 0, "863.0")
-    assert tokens_so_far(page + series % ("prefill_cache", 0, "9999.0")) == TokenCounts(1967.0, 2830.0)
-    assert tokens_so_far("sglang:num_running_reqs 3.0\n") is None
-    assert tokens_so_far(series % ("decode", 0, "NaN")) is None
+    page += series % ("prefill_cache", 0, "9999.0")
+    assert tokens_so_far(from_metrics(page, at=0, server="a")) == TokenCounts(1967.0, 2830.0)
+    for little in ("sglang:num_running_reqs 3.0\n", series % ("decode", 0, "NaN")):
+        assert tokens_so_far(from_metrics(little, at=0, server="a")) is None
