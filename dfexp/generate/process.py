@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         folder = RunFolder(args.folder)
-        state = generate(folder, args.root, owner=args.owner, retry_failed=args.retry_failed, sample=args.sample)
+        state, words = generate(folder, args.root, owner=args.owner, retry_failed=args.retry_failed, sample=args.sample)
+        # Nothing is held any more: a command that hangs keeps no other start and no `fleet down` waiting.
+        with contextlib.suppress(DfexpError), EventLog(folder.events) as events:
+            asyncio.run(tell(read_spec(folder).notify, folder, events, state, words))
         return EXIT_CODES[state]
     except DfexpError as error:
         sys.stderr.write(f"dfexp: {' '.join(str(error).split())}\n")
@@ -58,8 +61,8 @@ def generate(
     owner: ProcessId | None,
     retry_failed: Collection[str],
     sample: Sequence[int] | None = None,
-) -> str:
-    """Do one start of a run in this process. Returns its last state.
+) -> tuple[str, str]:
+    """Do one start of a run in this process. Returns its last state, and what came of it in words.
 
     Args: sample, rows and seed of a sample of the prompts that alone is to be done; None: all of them.
 
@@ -89,25 +92,14 @@ def generate(
         pending = shards.pending(shards.failures_by_kind() if ALL_KINDS in retry_failed else retry_failed)
         rows, rest = portion(spec.limits, pending, drawn(frozen["asked"], *sample) if sample else None)
         version = next((each.engine_version for each in limits.values() if each is not None), None)
+        config_ids = {
+            name: configs.id_of(name, found.engine_version if found else version) for name, found in limits.items()
+        }
         setup = Setup(
-            folder=folder,
-            root=root,
-            spec=spec,
-            fleet=the_fleet,
-            model=model,
-            limits=limits,
-            config_ids={
-                name: configs.id_of(name, found.engine_version if found else version) for name, found in limits.items()
-            },
-            configs=configs,
-            prompts=prompts,
-            shards=shards,
-            events=events,
-            me=ProcessId.current(),
-            owner=owner,
-            rows=rows,
-            rest=rest,
-        )
+            folder=folder, root=root, spec=spec, fleet=the_fleet, model=model, limits=limits, config_ids=config_ids,
+            configs=configs, prompts=prompts, shards=shards, events=events, me=ProcessId.current(), owner=owner,
+            rows=rows, rest=rest,
+        )  # fmt: skip
         if differing := [one.name for one in the_fleet.servers if one.settings is not None]:
             events.record("servers_differ", detail="they have other settings than the fleet", servers=differing)
         events.record(
@@ -121,13 +113,9 @@ def generate(
         gc.freeze()  # what is there now stays: no collection has to walk it again
         gc.set_threshold(20_000, 20, 50)  # at the default, requests in flight are walked for a fifth of the CPU time
         state, reason = asyncio.run(Loop(setup).run())
-        counts = {"done": shards.done, "failed": shards.failed, "asked": frozen["asked"]}
-        events.record(f"run_{state}", detail=reason, **counts)
-    # Nothing is held any more: a command that hangs keeps no other start and no `fleet down` waiting.
-    message = "{done:,} of {asked:,} rows done, {failed:,} failed".format(**counts) + f": {reason}" * bool(reason)
-    with contextlib.suppress(DfexpError), EventLog(folder.events) as events:
-        asyncio.run(tell(spec.notify, folder, events, state, message))
-    return state
+        done, failed, asked = shards.done, shards.failed, frozen["asked"]
+        events.record(f"run_{state}", detail=reason, done=done, failed=failed, asked=asked)
+    return state, f"{done:,} of {asked:,} rows done, {failed:,} failed" + f": {reason}" * bool(reason)
 
 
 def _limits(the_fleet: Fleet, spec: RunSpec, root: Path) -> dict[str, ServerLimits | None]:
