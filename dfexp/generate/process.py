@@ -76,12 +76,10 @@ def generate(
         prints = identity.fingerprint(frozen["sha256"], _model_fingerprint(the_fleet), spec.generation)
         shards = stack.enter_context(
             Shards.open(
-                folder.completions,
-                total=frozen["asked"],
-                fingerprint=prints,
+                folder.completions, total=frozen["asked"], fingerprint=prints,
                 rows_per_shard=spec.generation.rows_per_shard,
             )
-        )
+        )  # fmt: skip
         events = stack.enter_context(EventLog(folder.events))
         limits = _limits(the_fleet, spec, root)
         model = the_fleet.model_name()
@@ -103,13 +101,9 @@ def generate(
         if differing := [one.name for one in the_fleet.servers if one.settings is not None]:
             events.record("servers_differ", detail="they have other settings than the fleet", servers=differing)
         events.record(
-            "run_started",
-            pid=setup.me.pid,
-            config_ids=sorted(set(setup.config_ids.values())),
-            done=shards.done,
-            pending=len(pending),
-            repairs=shards.repairs,
-        )
+            "run_started", pid=setup.me.pid, config_ids=sorted(set(config_ids.values())), done=shards.done,
+            pending=len(pending), repairs=shards.repairs,
+        )  # fmt: skip
         gc.freeze()  # what is there now stays: no collection has to walk it again
         gc.set_threshold(20_000, 20, 50)  # at the default, requests in flight are walked for a fifth of the CPU time
         state, reason = asyncio.run(Loop(setup).run())
