@@ -31,6 +31,11 @@ _CANARY = (
     ("--no-canary", {"action": "store_true", "help": "check the answers only, not the speed"}),
     ("--drain-s", {"type": amount, "help": "then requests in flight are sent again; default: they may finish"}),
 )
+_SAMPLE = (
+    ("--rows", {"type": int, "default": 200, "help": "size of the sample"}),
+    ("--seed", {"type": int, "default": 0, "help": "of the draw"}),
+    ("--keep-fleet", {"action": "store_true", "help": "leave the servers up for dfexp run, which stops them"}),
+)
 _REHEARSED = (
     (
         "--only",
@@ -64,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     capacities = commands.add_parser("capacity", help="the capacity model: check").add_subparsers(**action)
     for group, name, call, summary, arguments in (
         (commands, "run", "runs.run", "all four notebooks, unattended", (_PARAMS_FILE, _SETTING)),
+        (commands, "pilot", "runs.pilot", "a sample of the prompts first: lengths, rates, time left, ten answers",
+         (_PARAMS_FILE, _SETTING, *_SAMPLE)),
         (commands, "resume", "runs.resume", "go on with a run that was begun, with its frozen prompts",
          (_ONE_RUN, _SETTING, ("--retry-failed", _KINDS))),
         (commands, "check", "ahead.check", "parameters and prompts, starting nothing", (_PARAMS_FILE, _SETTING)),

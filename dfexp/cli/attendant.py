@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dfexp import control, display, fleet, generate, notebook
+from dfexp import control, fleet, generate, livepage, notebook
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
 from dfexp.errors import ControlError, FleetError, RunError, RunStopped
 from dfexp.jsonl import read_json
@@ -19,9 +19,20 @@ from dfexp.params import RunSpec
 NOTEBOOKS = ("01_launch_fleet", "02_capacity", "03_generate", "04_report")
 
 
-def run_notebooks(spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed: Sequence[str] | None = None) -> int:
-    """Run 01 to 04, stop the fleet if this started it, and say where everything is."""
-    if (living := control.living_process(folder)) is not None:
+def run_notebooks(
+    spec: RunSpec,
+    folder: RunFolder,
+    root: Path,
+    *,
+    retry_failed: Sequence[str] | None = None,
+    sample: tuple[int, int] | None = None,
+    keeps_fleet: bool = False,
+) -> int:
+    """Run 01 to 04, stop the fleet if this started it and may, and say where everything is.
+
+    With a `sample`, of so many rows drawn with such a seed, only that is done after 01.
+    """
+    if (living := generate.going_on(folder)) is not None:
         raise RunError(
             f"run {folder.name!r} is running already (pid {living.pid}). Look in: dfexp status {folder.name}; "
             f"stop it: dfexp stop {folder.name}."
@@ -29,16 +40,19 @@ def run_notebooks(spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed:
     with stop_signals() as signals:
         attendant = Attendant(spec, folder, root, signals)
         try:
-            for name in NOTEBOOKS:
+            for name in NOTEBOOKS[:1] if sample else NOTEBOOKS:
                 say(f"{name} ...")
                 notebook.execute(name, spec, folder, root, tick=attendant.tick)
                 if signals and name != NOTEBOOKS[-1]:
                     raise RunStopped(f"told to stop after {name}. Go on with: dfexp resume {folder.name}")
-                if name == NOTEBOOKS[0] and retry_failed is not None:
-                    generate.start(spec, root, retry_failed=retry_failed)
+                if name == NOTEBOOKS[0] and (sample or retry_failed is not None):
+                    generate.start(spec, root, retry_failed=retry_failed, sample=sample)
+            while sample and not control.wait_until(lambda: control.living_process(folder) is None, 1.0):
+                attendant.tick()
         finally:
-            attendant.leave()
-    return _conclude(folder)
+            if not keeps_fleet:
+                attendant.leave()
+    return EXIT_OK if sample else _conclude(folder)
 
 
 def _conclude(folder: RunFolder) -> int:
@@ -80,7 +94,7 @@ class Attendant:
             self._next_line = time.monotonic() + self._spec.generation.progress_interval_s
             found = control.read_status(self._folder)
             if found is not None and control.living_process(self._folder) is not None:
-                say(f"  {time.strftime('%H:%M:%S')} {display.line(found)}")
+                say(f"  {time.strftime('%H:%M:%S')} {livepage.line(found)}")
             else:
                 self._say_who_is_awaited()
 

@@ -7,9 +7,9 @@ import time
 
 from dfexp import control, generate, livepage, notebook, params
 from dfexp.cli.attendant import run_notebooks
-from dfexp.cli.common import EXIT_OK, all_runs, find_run
+from dfexp.cli.common import EXIT_OK, all_runs, find_run, say
 from dfexp.engines.base import engine_for
-from dfexp.errors import ParamsError, RequestError, RunError
+from dfexp.errors import ParamsError, RequestError, RunError, RunStopped
 from dfexp.layout import project_root
 
 
@@ -18,6 +18,26 @@ def run(args: argparse.Namespace) -> int:
     spec, root = params.load(args.params, args.set), project_root()
     engine_for(spec.fleet, root).outside_key()  # a key that is missing is told before anything is written
     return run_notebooks(spec, generate.prepare(spec, root), root)
+
+
+def pilot(args: argparse.Namespace) -> int:
+    """`dfexp pilot PARAMS`: a random sample of the prompts through the real fleet, as rows of the run."""
+    from dfexp.pilot import write  # here, since it takes pandas, which is slow to import
+
+    spec, root, size = params.load(args.params, args.set), project_root(), (args.rows, args.seed)
+    if args.rows < 1:
+        raise ParamsError(f"--rows {args.rows}: a sample has at least 1.")
+    engine_for(spec.fleet, root).outside_key()
+    folder = generate.prepare(spec, root)
+    run_notebooks(spec, folder, root, sample=size, keeps_fleet=args.keep_fleet)
+    found = control.read_status(folder) or {}
+    if found.get("state") == "failed":
+        raise RunError(f"the pilot of run {folder.name!r} failed: {found['reason']} See {folder.log}.")
+    page, missing = write(folder, root, generate.drawn(found["asked"], *size), args.seed)
+    say(f"{page}\nKept in {folder.report}, as pilot.md and pilot.json. The run goes on with: dfexp run {args.params}")
+    if missing:
+        raise RunStopped(f"{missing:,} rows of the sample are missing: {found['reason']}. The same command goes on.")
+    return EXIT_OK
 
 
 def resume(args: argparse.Namespace) -> int:
