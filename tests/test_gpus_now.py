@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,10 @@ int nvmlDeviceGetMigMode(void *device, U *now, U *later) {
     if (device == &first) return 3;  /* not supported */
     *now = *later = 1; return 0;
 }
+int nvmlDeviceGetUtilizationRates(void *device, U *rates) { rates[0] = 97; rates[1] = 40; return 0; }
+int nvmlDeviceGetPowerUsage(void *device, U *milliwatts) { *milliwatts = 351500; return device == &first ? 0 : 3; }
+int nvmlDeviceGetClockInfo(void *device, U kind, U *mhz) { *mhz = kind == 1 ? 2407 : 0; return 0; }
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, L *bits) { *bits = 4 + 64; return 0; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, U *count, Process *found) {
     if (device == &first) return 4;  /* no permission */
     U room = *count; *count = 2;
@@ -55,6 +60,12 @@ import dataclasses, json
 from dfexp.hardware import gpus_now, held_bytes
 held = [held_bytes(names) for names in (["0"], ["GPU-b"], ["0", "1"], ["7"])]
 print(json.dumps({**dataclasses.asdict(gpus_now()), "held": held}))
+"""
+METER = """
+import json
+from dfexp.hardware import GpuMeter
+meters = [GpuMeter(names) for names in (["1"], ["GPU-a", "1"], ["7"], [])]
+print(json.dumps([[one.to_json() for one in meter.samples()] for meter in meters]))
 """
 DOWN = """
 import sys
@@ -101,10 +112,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(library: Path, **variables: str) -> dict[str, object]:
+def asked(library: Path, script: str = SHOW, **variables: str) -> Any:
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "SOMEBODY": str(os.getpid()), **variables}
-    done = subprocess.run([sys.executable, "-c", SHOW], env=environment, capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 def test_every_fact_of_each_gpu(library: Path) -> None:
@@ -112,7 +123,7 @@ def test_every_fact_of_each_gpu(library: Path) -> None:
     same = {"name": "NVIDIA Made Up", "capability": [12, 1], "total_bytes": 96 * GIB}
     idle = {"index": 0, "uuid": "GPU-a", "used_bytes": GIB, "free_bytes": 95 * GIB, "is_mig": False, "processes": []}
     assert (found["driver_cuda"], found["reason"]) == ("12.8", "")
-    first, second = found["gpus"]  # type: ignore[misc]
+    first, second = found["gpus"]
     assert first == same | idle
     processes = second.pop("processes")
     assert second == same | {
@@ -134,6 +145,23 @@ def test_a_driver_that_does_not_answer_is_a_reason_and_no_error(library: Path) -
     found = asked(library, NO_DRIVER="1")
     assert (found["gpus"], found["driver_cuda"], found["held"]) == ([], None, [None] * 4)
     assert found["reason"] == "the NVIDIA driver does not answer: Driver Not Loaded"
+
+
+def test_a_meter_reads_the_gpus_that_it_is_for(library: Path) -> None:
+    one, both, *none = asked(library, METER)
+    assert none == [[], []]
+    assert one[0]["at"] > 1e9
+    del one[0]["at"]
+    reasons = ["power cap", "hardware thermal"]
+    assert one[0] == {
+        "gpu": 1, "uuid": "GPU-b", "utilization": 0.97, "memory_used_bytes": 80 * GIB, "sm_clock_mhz": 2407,
+        "throttle_reasons": reasons,
+    }, "what its driver does not tell is left out"  # fmt: skip
+    assert [(each["gpu"], each.get("power_w")) for each in both] == [(0, 351.5), (1, None)]
+
+
+def test_a_meter_without_a_driver_reads_nothing(library: Path) -> None:
+    assert asked(library, METER, NO_DRIVER="1") == [[], [], [], []]
 
 
 @pytest.mark.slow

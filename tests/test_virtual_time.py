@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dfexp.errors import CorruptShardError
-from dfexp.virtual_time import CLOCK, VirtualTime, now_s
+from dfexp.virtual_time import CLOCK, LiveClock, VirtualTime, now_s
 
 
 def write(path: Path, *pairs: tuple[float, float], torn: str = "") -> Path:
@@ -51,3 +52,25 @@ def test_a_line_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / CLOCK).write_text("what\n")
     with pytest.raises(CorruptShardError, match=CLOCK):
         VirtualTime.read(tmp_path / CLOCK)
+
+
+def test_a_live_clock_goes_on_for_a_moment_as_fast_as_it_went(tmp_path: Path) -> None:
+    at = time.time()
+    clock = LiveClock(write(tmp_path / CLOCK, (at - 103.0, 0.0), (at - 101.0, 10.0), (at - 100.0, 60.0), torn='{"re'))
+    assert clock() == pytest.approx(60.0 + 50.0 * 0.05)
+    assert clock() == clock()
+
+
+def test_a_live_clock_never_goes_back_and_follows_its_file(tmp_path: Path) -> None:
+    at, path = time.time(), tmp_path / CLOCK
+    clock = LiveClock(path)
+    assert clock() == 0.0
+    write(path, (at - 2.0, 0.0), (at - 1.0, 500.0))
+    seen = [clock()]
+    while seen[-1] < 500.0:  # it looks anew after a moment
+        seen.append(clock())
+    write(path, (at - 2.0, 0.0), (at - 1.0, 500.0), (at, 500.0))
+    while time.time() < at + 0.2:
+        seen.append(clock())
+    assert seen == sorted(seen)
+    assert seen[-1] == 525.0

@@ -146,6 +146,7 @@ class Progress:
         lengths, counted = lengths_of(self.lengths, ages, limit=limit), rate_of(samples, now - window_s, now)
         rate = counted if counted and counted.value and left else flights_rate(flights)
         eta = time_left(lengths, rows_left=left, ages=ages, rate=rate, alone_tok_per_s=alone_tok_per_s)
+        eta = None if eta and left and eta.error > eta.value / 2 else eta  # after a handful of answers: a guess
         self.history.add(since_s, counted.value if counted else tokens / window_s)
         return {
             "elapsed_s": since_s,

@@ -60,7 +60,7 @@ class Overview:
             limits=self._limits, taken=self._sampled,
         )  # fmt: skip
         self._findings: list[Finding] = []
-        self._told: dict[tuple[str, str | None], float] = {}
+        self._told: dict[tuple[str, str | None], float] = {}  # and when it was last so, monotonic seconds
         self._plan: tuple[AnyFleet, Planned | None, float | None] | None = None
         self._next_judged = 0.0
 
@@ -135,17 +135,18 @@ class Overview:
                 return group, planned, planned.tok_per_s(1)
         return group, None, None
 
-    def _tell(self, found: Sequence[Finding]) -> None:
-        """Keep findings, and record the new ones. What is so of the fleet is not told of each server as well."""
-        common = {each.kind for each in found if each.server is None}
-        self._findings, now = [each for each in found if each.server is None or each.kind not in common], time.time()
+    def _tell(self, found: list[Finding]) -> None:
+        """Keep findings, and record the new ones. Of several servers only faults are told of each."""
+        first, now = {each.kind: each for each in reversed(found)}, time.monotonic()
+        self._findings = [each for each in found if each.severity == "fault" or each is first[each.kind]]
         for each in self._findings:
-            if now - self._told.get((each.kind, each.server), -inf) > _FORGOTTEN_S:
+            key = each.kind, each.server if each.severity == "fault" else None
+            if now - self._told.get(key, -inf) > _FORGOTTEN_S:
                 self._s.events.record(
                     "finding", server=each.server, kind=each.kind, severity=each.severity, detail=each.evidence,
                     change=each.change or None, gain=each.gain and round(each.gain, 3),
                 )  # fmt: skip
-            self._told[each.kind, each.server] = now
+            self._told[key] = now
 
     def write(self, state: str, held: Sequence[Failure], **more: Any) -> None:
         """Write the status file; a disk that refuses it does not stop the run.

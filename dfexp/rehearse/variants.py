@@ -23,6 +23,8 @@ Range = Number | Annotated[list[Number], Field(min_length=2, max_length=2)] | No
 
 SPARE = 1.3
 """Prompts for so many times the completions that are predicted, so that none are missing at the end."""
+SAMPLE_INTERVAL_S = 0.25
+"""Real seconds, of which each may be minutes of the servers' clock."""
 LEAST_STALL_S = 30.0
 """A rehearsal looks stuck for up to ten real seconds while a server is away, since the clock then waits for it."""
 
@@ -143,6 +145,7 @@ def _variant(
     # Seconds of the servers' clock, not of ours, decide whether one is stuck.
     speed = float("inf") if spec.fleet.speed == "max" else spec.fleet.speed
     stall_s = min(generation.stall_s, max(LEAST_STALL_S, generation.stall_s / speed))
-    changed = {"prompts": prompts, "generation": generation.model_copy(update={"stall_s": stall_s})}
+    often = {"stall_s": stall_s, "sample_interval_s": min(generation.sample_interval_s, SAMPLE_INTERVAL_S)}
+    changed = {"prompts": prompts, "generation": generation.model_copy(update=often)}
     spec = spec.model_copy(update=changed)
     return Variant(name=name, spec=spec, setting=setting, seen=part.seen, hours=hours, is_drawn=is_drawn)

@@ -1,6 +1,7 @@
 """Servers that somebody else runs: keys from the environment, limits in whichever way the server tells them."""
 
 import json
+import time
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +29,7 @@ class Pages(Quiet):
         elif body == "hang":
             self.server.released.wait(30)
         else:
-            self.reply(200, json.dumps(body).encode())
+            self.reply(200, body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
 def at(url: str) -> Server:
@@ -121,3 +122,26 @@ def test_a_server_without_models_says_so(server, page):
     server.pages = {"/v1/models": page}
     with pytest.raises(BadAnswer, match=r"fleet\.model"):
         engine([server.url]).model_name(server.url, "")
+
+
+def test_metrics_of_sglang_are_a_sample_and_pages_of_others_are_none(server):
+    page = DATA.parent / "metrics" / "0.5.12_hybrid_busy.prom"
+    server.pages = {"/metrics": page.read_bytes()}
+    before = time.time()
+    sample = engine([server.url]).sample(at(server.url), "")
+    assert before <= sample.at <= time.time()
+    assert (sample.server, sample.num_running_reqs) == ("one", 16.0)
+    counts = engine([server.url]).progress(at(server.url), "")
+    assert counts.decoded == sample.realtime_decode_tokens_total > 0
+    for pages in ({}, {"/metrics": b"<html>hello</html>"}, {"/metrics": b""}):
+        server.pages = pages
+        assert engine([server.url]).sample(at(server.url), "") is None
+        assert engine([server.url]).progress(at(server.url), "") is None
+
+
+def test_a_server_in_trouble_gives_an_error_and_no_sample(server):
+    server.pages = {"/metrics": "hang"}
+    with pytest.raises(TimedOut):
+        engine([server.url]).sample(at(server.url), "", timeout_s=0.3)
+    with pytest.raises(Unreachable):
+        engine([server.url]).sample(at("http://127.0.0.1:1"), "")

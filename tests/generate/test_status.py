@@ -1,0 +1,203 @@
+"""What a run says of itself while it goes, on simulated servers and on real ones of llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dfexp import control, fleet, generate, params
+from dfexp.estimate import Samples, reconcile
+from dfexp.layout import RunFolder
+from dfexp.shards import read_rows
+from dfexp.virtual_time import CLOCK, VirtualTime
+
+SIMULATED: dict[str, Any] = {
+    "fleet": {
+        "engine": "simulated", "model": "/models/Qwen3.6-27B", "servers": 2, "load_s": 1,
+        "flags": {"context_length": 8192, "mem_fraction_static": 0.9, "mamba_scheduler_strategy": "no_buffer"},
+    },
+    "generation": {"concurrency": 32, "sample_interval_s": 0.25},
+    "plan": {
+        "gpu": "rtx-pro-6000", "shared_prefix_share": 0.0, "prompt": {"median": 40, "p95": 90},
+        "completion": {"median": 900, "p95": 1200},
+    },
+}  # fmt: skip
+
+
+class Watched:
+    """One run, and the statuses that it wrote."""
+
+    def __init__(self, root: Path, prompts: int, **over: Any) -> None:
+        (root / "params").mkdir(exist_ok=True)
+        lines = [json.dumps({"prompt": f"question {n}"}) for n in range(prompts)]
+        (root / "params" / "prompts.jsonl").write_text("\n".join(lines))
+        tree = {"run": "s", "prompts": {"path": "params/prompts.jsonl"}}
+        self.root, self.spec = root, params.validate(params.merge(tree, over), "test")
+        self.seen: list[dict[str, Any]] = []
+
+    @property
+    def folder(self) -> RunFolder:
+        return generate.run_folder(self.spec, self.root)
+
+    def launch(self) -> None:
+        the_fleet, _ = fleet.up(self.spec, self.root)
+        the_fleet.wait_ready(60.0)
+
+    def run(self, until: Any = lambda status: False) -> dict[str, Any]:
+        """Start it and watch it, until it ends or a condition holds; the last status."""
+        generate.start(self.spec, self.root)
+
+        def is_over() -> bool:
+            status = control.read_status(self.folder)
+            if status and (not self.seen or status["at"] > self.seen[-1]["at"]):
+                self.seen.append(status)
+            return bool(status and until(status)) or control.living_process(self.folder) is None
+
+        assert control.wait_until(is_over, 240.0)
+        is_over()
+        return self.seen[-1]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, self.folder.events.read_text().splitlines())
+        return [line for line in lines if line["event"] == kind]
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Any]:
+    """Makes runs, whose fleets and processes are gone at the end."""
+    made = list[Watched]()
+
+    def make(prompts: int, **over: Any) -> Watched:
+        run = Watched(tmp_path, prompts, **over)
+        run.launch()
+        made.append(run)
+        return run
+
+    yield make
+    for each in made:
+        if control.living_process(each.folder):
+            generate.stop(each.folder, reason="the test ends", now=True)
+            control.wait_until(lambda run=each: control.living_process(run.folder) is None, 30.0)  # type: ignore[misc]
+        fleet.attach(generate.fleet_folder(each.spec, each.root)).down(0.0, force=True)
+
+
+def merged(**over: Any) -> dict[str, Any]:
+    return params.merge(SIMULATED, over)
+
+
+@pytest.mark.slow
+def test_rates_reconcile_and_the_time_left_is_right_early(watched: Any) -> None:
+    """A thousand seconds of the servers' time; the run is limited by its client."""
+    run = watched(1500, **merged(fleet={"speed": 30}))
+    last = run.run()
+    assert (last["state"], last["done"]) == ("ended", 1500)
+    early = next(status for status in run.seen if status["done"] >= 75)
+    assert early["done"] < 150
+    truth = last["elapsed_s"] - early["elapsed_s"]
+    assert early["eta_s"] == pytest.approx(truth, rel=0.05)
+    assert early["eta_low_s"] < truth < early["eta_high_s"]
+    tokens = [row["completion_tokens"] for row in read_rows(run.folder.completions)]
+    mean = early["mean_completion_tokens"]
+    assert mean["low"] < sum(tokens) / len(tokens) < mean["high"]
+    middle = next(status for status in run.seen if status["done"] >= 750)
+    assert middle["client_tok_per_s"] == pytest.approx(middle["server_tok_per_s"], rel=0.1)
+    assert_reconciled(run)
+    assert_told(run, middle)
+
+
+def assert_reconciled(run: Watched) -> None:
+    """In simulated seconds, from the files that a run leaves."""
+    clock = VirtualTime.read(generate.fleet_folder(run.spec, run.root).path / CLOCK)
+    rows = [
+        (row["submitted_at"], row["latency_s"], row["completion_tokens"]) for row in read_rows(run.folder.completions)
+    ]
+    sent, took, tokens = (np.array(column, float) for column in zip(*rows, strict=True))
+    sent, ended = clock.of(sent), clock.of(sent + took)
+    pairs: dict[str, list[tuple[float, float | None]]] = {}
+    for line in run.metrics():
+        pairs.setdefault(line["server"], []).append((line["at"], line.get("realtime_decode_tokens_total")))
+    samples: list[Samples] = [
+        (clock.of(np.array([at for at, _ in each])).tolist(), [count for _, count in each]) for each in pairs.values()
+    ]
+    first, end = sent.min(), ended.max()
+    for start, stop in ((0.1, 0.5), (0.3, 0.8), (0.1, 0.9)):
+        window = first + start * (end - first), first + stop * (end - first)
+        found = reconcile(samples, (sent, ended, tokens), *window, uncounted=1)
+        assert found is not None
+        assert abs(found.unexplained) < 0.02 * found.server
+
+
+def assert_told(run: Watched, middle: dict[str, Any]) -> None:
+    """Findings, gauges and events of a run whose client keeps 32 of 36 slots busy."""
+    first, *_ = middle["findings"]
+    assert (first["kind"], first["server"], first["change"]) == ("client-limited", None, "generation.concurrency: 36")
+    assert first["gain"] == pytest.approx(36 / 32, rel=0.05)
+    assert len(middle["findings"]) <= 5
+    kinds = [event["kind"] for event in run.events("finding")]
+    assert kinds.count("client-limited") == 1, "told once, however long it lasts"
+    for server in middle["servers"]:
+        assert server["num_running_reqs"] == pytest.approx(32, abs=2)
+        assert (server["num_queue_reqs"], server["cap"]) == (0, 36)
+        assert 0 < server["full_token_usage"] < server["mamba_usage"] < 1
+        assert server["server_tok_per_s"] == pytest.approx(middle["server_tok_per_s"] / 2, rel=0.05)
+    points = middle["history"]["tok_per_s"]
+    assert len(points) * middle["history"]["step_s"] == pytest.approx(middle["elapsed_s"], rel=0.15)
+    assert points[-1] == pytest.approx(middle["server_tok_per_s"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_what_is_wrong_with_servers_is_found_while_the_run_goes_on(watched: Any) -> None:
+    """Of three servers one is three times slower than its siblings, and one says nothing but garbage."""
+    faults = [{"kind": "slow", "server": 1, "factor": 3.0}, {"kind": "garbage", "server": 2}]
+    run = watched(4000, **merged(fleet={"servers": 3, "speed": 40, "faults": faults, "check_content": False}))
+    _, slow, garbage = (server.name for server in fleet.attach(generate.fleet_folder(run.spec, run.root)).servers)
+    expected = {("slow server", slow), ("garbage output", garbage)}
+    last = run.run(lambda status: expected <= {(each["kind"], each["server"]) for each in status["findings"]})
+    assert expected <= {(each["kind"], each["server"]) for each in last["findings"]}, last["findings"]
+    events = {(event["kind"], event["server"]): event for event in run.events("finding")}
+    assert "all with HTTP 200" in events["garbage output", garbage]["detail"]
+    assert events["slow server", slow]["gain"] == pytest.approx(3.0, rel=0.1)
+    assert ("garbage output", slow) not in events
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_knows_how_long_answers_were(watched: Any) -> None:
+    run = watched(2000, **merged(generation={"drain_s": 0.0}))
+    run.run(lambda status: status["done"] >= 300)
+    generate.stop(run.folder, reason="test", now=True)
+    assert control.wait_until(lambda: control.living_process(run.folder) is None, 60.0)
+    before = control.read_status(run.folder)
+    assert before is not None
+    again = run.run(lambda status: status["pid"] != before["pid"])
+    assert again["done_before"] == before["done"]
+    assert again["mean_completion_tokens"]["value"] == pytest.approx(900, rel=0.1), "before an answer has come"
+    last = run.run()
+    assert (last["state"], last["done"]) == ("ended", 2000)
+    assert sum(last["lengths"].values()) >= 2000
+
+
+@pytest.mark.slow
+def test_servers_of_llamacpp_are_sampled_and_tell_what_they_have(watched: Any) -> None:
+    run = watched(
+        24,
+        fleet={"engine": "llamacpp", "servers": 2, "max_running_requests": 2, "context_length": 512},
+        generation={"max_tokens": 48, "sample_interval_s": 0.2},
+    )
+    last = run.run()
+    assert (last["state"], last["done"]) == ("ended", 24)
+    found = run.metrics()
+    assert len({line["server"] for line in found}) == 2
+    assert max(line["num_running_reqs"] for line in found) == 2
+    assert all("mamba_usage" not in line and line["max_running_requests"] == 2 for line in found)
+    going = [status for status in run.seen if status["state"] == "running" and status["done"] >= 8]
+    assert going
+    assert all(status["server_tok_per_s"] is None and status["client_tok_per_s"] > 0 for status in going)
+    assert any(status["eta_s"] for status in going)
