@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from math import nan
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from dfexp import report
-from dfexp.tables import labelled
+from dfexp.report import series
+from dfexp.tables import duration, labelled
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#3B3B3B")
 """After Okabe and Ito; their yellow and black are left out for contrast on white."""
 
+_PARTS = {"client": "finished (client)", "in_flight": "growth in flight", "unexplained": "unexplained"}
+_POINTS = 1500  # of a cloud
 _REASONS = {"stop": ("#0072B2", "ended by itself (stop)"), "length": ("#D55E00", "cut (length)")}
 _AXIS = {
     "gridcolor": "#E6E6E6", "zerolinecolor": "#BDBDBD", "linecolor": "#BDBDBD", "ticks": "outside",
@@ -57,52 +63,130 @@ class PlotlyScript:
 
 def throughput(data: report.RunData) -> Chart:
     """Completion tokens/s over time, stacked by server."""
-    series = report.throughput(data)
-    width_s = float(series["width_s"].max()) if len(series) else 1.0
-    unit_s, x = _time_axis(series["start_s"].max())
+    rates = series.throughput(data)
     figure = go.Figure(layout={"barmode": "stack", "legend": {"traceorder": "normal"}})
-    for server, part in series.groupby("server"):
-        middle, y = part["start_s"] + width_s / 2, part["completion_tok_per_s"]
-        figure.add_bar(x=middle / unit_s, y=y, width=width_s / unit_s, name=str(server))
-    subtitle = f"Client rate: tokens of the answers that finished within each {width_s:g} s, divided by {width_s:g} s"
-    return finish(figure, _source(data), "Throughput over time", subtitle, x, "completion tokens/s")
+    for server, part in rates.groupby("server"):
+        x, width, _ = _bins(data, part)
+        figure.add_bar(x=x, y=part["completion_tok_per_s"], width=width, name=str(server))
+    span = _width(rates)
+    subtitle = f"Client rate: tokens of the answers that finished within each {span}, divided by {span}"
+    return finish(figure, _source(data), "Throughput over time", subtitle, _time_axis(data)[1], "completion tokens/s")
+
+
+def gap(data: report.RunData) -> Chart:
+    """What the rate at which servers decode is made of: finished answers, growth in flight, and what is unexplained."""
+    rates, figure = series.rates(data), go.Figure(layout={"barmode": "relative"})
+    x, width, title = _bins(data, rates)
+    for name, words in _PARTS.items():
+        figure.add_bar(x=x, y=rates[name], width=width, name=words)
+    figure.add_scatter(x=x, y=rates["server"], name="decoded (servers)", line={"color": PALETTE[7], "width": 2})
+    subtitle = f"Within each {_width(rates)}; in flight: tokens that are made and not yet answered, of finished rows"
+    return finish(figure, _source(data), "Servers' rate and client's rate", subtitle, title, "completion tokens/s")
 
 
 def in_flight(data: report.RunData) -> Chart:
-    """Requests in flight over time, against what the servers decode at once."""
-    series = report.in_flight(data)
-    unit_s, x = _time_axis(series["at_s"].max())
+    """Requests in flight, running and queued over time, against what the servers decode at once."""
+    sent, said, (unit_s, title) = series.in_flight(data), series.gauges(data), _time_axis(data)
     style = {"line": {"shape": "hv", "width": 1.8}, "fill": "tozeroy", "fillcolor": "rgba(0,114,178,0.12)"}
-    figure = go.Figure(go.Scatter(x=series["at_s"] / unit_s, y=series["requests"], **style))
-    slots = [server.get("cap") for server in (data.status or {}).get("servers", ())]
-    if slots and None not in slots:
-        words = {"text": f"the servers decode {sum(slots):,} at once", "x": 0, "xanchor": "left", "yanchor": "bottom"}
-        figure.add_hline(y=sum(slots), line={"dash": "dash", "color": "#444"}, annotation=words)
-    subtitle = "Sent and not yet answered, finished rows only, mean per step; above the line they wait in a server"
-    return finish(figure, _source(data), "Requests in flight", subtitle, x, "requests")
+    figure = go.Figure(go.Scatter(x=sent["at_s"] / unit_s, y=sent["requests"], name="in flight (client)", **style))
+    _lines(figure, data, said, {name: f"{words} (servers)" for name, words in series.REQUESTS.items()})
+    if data.slots:
+        words = {"text": f"the servers decode {data.slots:,} at once", "x": 0, "xanchor": "left", "yanchor": "bottom"}
+        figure.add_hline(y=data.slots, line={"dash": "dash", "color": "#444"}, annotation=words)
+    subtitle = "In flight: sent and not yet answered, finished rows only; servers: their gauges added up, means of bins"
+    return finish(figure, _source(data), "Requests in flight", subtitle, title, "requests")
+
+
+def usages(data: report.RunData) -> Chart | None:
+    """Both pools' usages over time. None without samples."""
+    said, figure = series.gauges(data), go.Figure()
+    _lines(figure, data, said, series.POOLS)
+    subtitle = f"Share in use, mean of servers and of each {_width(said)}; at its cap the state pool may show 2/3 or 1"
+    made = finish(figure, _source(data), "Usage of both pools", subtitle, _time_axis(data)[1], "share in use")
+    return made if figure.data else None
+
+
+def usages_by_running(data: report.RunData) -> Chart | None:
+    """Both pools' usages against running requests, one point a sample. None without samples."""
+    looks, figure = data.samples.iloc[:: 1 + len(data.samples) // _POINTS], go.Figure()
+    for name, words in series.POOLS.items():
+        if looks[name].notna().any():
+            marker = {"size": 5, "opacity": 0.5}
+            figure.add_scatter(x=looks["num_running_reqs"], y=looks[name], mode="markers", name=words, marker=marker)
+    for cap in {each.limits.max_running_requests for each in data.watched if each.limits.max_running_requests}:
+        figure.add_vline(x=cap, line={"dash": "dash", "color": "#444"}, annotation={"text": f"cap {cap}"})
+    subtitle = f"One point a sample of one server, evenly drawn from {len(data.samples):,}"
+    made = finish(figure, _source(data), "Usage against running requests", subtitle, "running requests", "share in use")
+    return made if figure.data else None
+
+
+def _lines(figure: go.Figure, data: report.RunData, frame: pd.DataFrame, columns: Mapping[str, str]) -> None:
+    """A line for each column that holds anything, under its words."""
+    for name, words in columns.items():
+        if frame[name].notna().any():
+            figure.add_scatter(x=_bins(data, frame)[0], y=frame[name], name=words, line={"width": 2})
 
 
 def lengths(data: report.RunData) -> Chart:
     """How long answers are, and which were cut."""
-    rows, limit = data.rows.dropna(subset=["completion_tokens"]), data.run["spec"]["generation"].get("max_tokens")
+    limit = data.run["spec"]["generation"].get("max_tokens")
     cut = limit if isinstance(limit, int) else 0  # 0: all the room that the prompt left
-    top = float(rows["completion_tokens"].max()) if len(rows) else 1.0
-    width = _bin_size(top)
-    first = (cut + 0.5) % width - width  # max_tokens ends a bin, so that cut answers stand before its mark
-    edges = np.arange(first, top + 0.5 + width, width)
-    figure = go.Figure()
-    for reason, part in rows.groupby("finish_reason"):
-        color, name = _REASONS.get(str(reason), (PALETTE[6], str(reason)))
-        counts, _ = np.histogram(part["completion_tokens"], edges)
-        figure.add_bar(
-            x=(edges[:-1] + edges[1:]) / 2, y=counts, width=width, name=f"{name}: {len(part):,}", marker_color=color
-        )
+    figure = _histogram(data, "completion_tokens", cut)
     if cut:
         words = {"text": f"max_tokens {cut:,}", "xanchor": "right", "yanchor": "bottom"}
         figure.add_vline(x=cut + 0.5, line={"dash": "dash", "color": "#444"}, annotation=words)
-    figure.update_layout(barmode="stack", xaxis_range=[0, edges[-1] + width / 2])
     subtitle = "Finished rows by completion tokens, as the servers count them"
     return finish(figure, _source(data), "Answer lengths", subtitle, "completion tokens", "rows")
+
+
+def latencies(data: report.RunData) -> Chart:
+    """How long answers took."""
+    title = f"{'simulated ' if data.is_virtual else ''}seconds"
+    subtitle = "Finished rows by the time from sending to the last byte, queueing in the server included"
+    return finish(_histogram(data, "latency_s", 0), _source(data), "Latencies", subtitle, title, "rows")
+
+
+def _histogram(data: report.RunData, column: str, cut: int) -> go.Figure:
+    """Rows by a number of theirs, stacked by how they ended. Args: cut, a number that is to end a bin, 0 for none."""
+    rows, figure = data.rows.dropna(subset=[column]), go.Figure()
+    top = float(rows[column].max()) if len(rows) else 1.0
+    width = _bin_size(top)
+    edges = np.arange((cut + 0.5) % width - width, top + 0.5 + width, width)  # cut answers stand before their mark
+    for reason, part in rows.groupby("finish_reason"):
+        color, name = _REASONS.get(str(reason), (PALETTE[6], str(reason)))
+        counts, _ = np.histogram(part[column], edges)
+        x, name = (edges[:-1] + edges[1:]) / 2, f"{name}: {len(part):,}"
+        figure.add_bar(x=x, y=counts, width=width, name=name, marker_color=color)
+    return figure.update_layout(barmode="stack", xaxis_range=[0, edges[-1] + width / 2])
+
+
+def events(data: report.RunData) -> Chart | None:
+    """What happened, on the axis of time. None where nothing did."""
+    found, columns = [one for one in data.events if one["event"] != "shard_sealed"], ["event", "server", "at"]
+    marks, figure, (unit_s, title) = pd.DataFrame(found, columns=columns), go.Figure(), _time_axis(data)
+    began = marks["at"].min() if data.rows.empty else data.began
+    for server, part in marks.fillna({"server": "the run"}).groupby("server"):
+        marker = {"size": 12, "symbol": "line-ns", "line": {"width": 2}}
+        x = (part["at"] - began) / unit_s
+        figure.add_scatter(x=x, y=part["event"], mode="markers", name=str(server), marker=marker)
+    figure.update_layout(yaxis={"type": "category"}, height=220 + 26 * marks["event"].nunique())
+    made = finish(
+        figure, _source(data), "What happened, and when", "events.jsonl, sealed shards left out", title, "event"
+    )
+    return made if found else None
+
+
+def compared(data: report.RunData, others: Mapping[str, report.RunData | None]) -> Chart | None:
+    """What servers decoded over time in this run and in others. None where there are none."""
+    (unit_s, title), figure = _time_axis(data), go.Figure()
+    for run in (*filter(None, others.values()), data):
+        rates = series.rates(run)
+        y = rates["server"].fillna(rates["client"] + rates["in_flight"])
+        x, name = (rates["start_s"] + rates["width_s"] / 2) / unit_s, labelled(run.folder.name, run.engine)
+        figure.add_scatter(x=x, y=y, name=name, line={"width": 2})
+    subtitle = "Decoded by all servers of a run, by their counters, else by its rows; from its own first request on"
+    made = finish(figure, _source(data), "Runs beside each other", subtitle, title, "completion tokens/s")
+    return made if figure.data[1:] else None
 
 
 def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y: str) -> Chart:
@@ -121,13 +205,24 @@ def _source(data: report.RunData) -> str:
     return f"Source: outputs of run {labelled(data.folder.name, data.engine)}, {len(data.rows):,} completions{still}"
 
 
-def _time_axis(span_s: float) -> tuple[float, str]:
+def _time_axis(data: report.RunData) -> tuple[float, str]:
     """A unit in seconds, and the axis' title: seconds up to ten minutes, minutes up to ten hours, then hours."""
+    span_s = data.ended - data.began
     unit_s, unit = (3600.0, "h") if span_s > 36_000 else (60.0, "min") if span_s > 600 else (1.0, "s")
-    return unit_s, f"time since the first request ({unit})"
+    return unit_s, f"{'simulated ' if data.is_virtual else ''}time since the first request ({unit})"
 
 
-def _bin_size(top: float) -> int:
-    """A round number of tokens that makes some 30 bins."""
-    round_numbers = (step * 10**power for power in range(9) for step in (1, 2, 5))
-    return next(int(number) for number in round_numbers if top / number <= 30)
+def _bins(data: report.RunData, frame: pd.DataFrame) -> tuple[Any, float, str]:
+    """Middles and width of a series' bins in the unit of the axis, and its title."""
+    unit_s, title = _time_axis(data)
+    return (frame["start_s"] + frame["width_s"] / 2) / unit_s, max(frame["width_s"], default=1.0) / unit_s, title
+
+
+def _width(frame: pd.DataFrame) -> str:
+    return duration(max(frame["width_s"], default=nan))
+
+
+def _bin_size(top: float) -> float:
+    """A round number that makes some 30 bins."""
+    round_numbers = (step * 10.0**power for power in range(-2, 9) for step in (1, 2, 5))
+    return next(number for number in round_numbers if top / number <= 30)

@@ -176,6 +176,7 @@ class GenerationGroup(Group):
     stall_s: float = Field(300.0, gt=0, description="time without a new token after which a busy server is restarted")
     give_up_s: float = Field(1800.0, gt=0, description="time without any reachable server after which the run stops")
     on_orphan: Literal["stop", "continue"] = Field("stop", description="what to do when the starter of the run is gone")
+    sample_interval_s: float = Field(5.0, gt=0, description="servers and GPUs are looked at once in so long")
     progress_interval_s: float = Field(10.0, gt=0, description="one log line per interval when run unattended")
 
     @field_validator("extra_body")
@@ -198,12 +199,34 @@ class LimitsGroup(Group):
     hours: float | None = Field(None, gt=0, description="hours of real time after which one start drains and stops")
 
 
+class BaselinePart(Group):
+    """What a run is measured against: a rate that is known, or an earlier run."""
+
+    name: str | None = Field(None, description="what it is called; default: the earlier run's name")
+    tok_per_s: float | None = Field(None, gt=0, description="completion tokens/s that all its servers decode together")
+    run: str | None = Field(None, min_length=1, description="or an earlier run: its name, or its folder")
+    hardware: str | None = Field(None, description="what it ran on")
+    expected_fraction: float | None = Field(None, gt=0, description="part of its rate that this run should reach")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.tok_per_s is None) == (self.run is None):
+            raise ValueError("give tok_per_s, or run: exactly one of the two")
+        if self.name is None and self.run is None:
+            raise ValueError("give it a name")
+        return self
+
+
 class ReportGroup(Group):
     """What 04_report shows."""
 
     title: str | None = Field(None, description="default: the run's name")
     examples: int = Field(10, ge=0, le=1000, description="completions shown in full, drawn at random")
     seed: int = Field(0, ge=0, description="of the draw")
+    baselines: list[BaselinePart] = Field(default_factory=list, description="rates to measure this run against")
+    compare: str | list[str] = Field(
+        default_factory=list, description="other runs to show beside this one, earlier ones first: names, or folders"
+    )
 
 
 AnyFleet = Annotated[LlamacppFleet | SglangFleet | SimulatedFleet | ExternalFleet, Field(discriminator="engine")]

@@ -6,14 +6,32 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dfexp import figures, report
 from dfexp.errors import RunError
+from dfexp.figures import Chart
 from dfexp.layout import RunFolder
+from dfexp.params import BaselinePart, ReportGroup
+from dfexp.report import RunData, details, series
+from dfexp.report.examples import _example
 from dfexp.tables import Table, duration, text
 from tests.finished_run import START, failure, row, write_run
+
+DRAWN = (
+    figures.throughput, figures.gap, figures.in_flight, figures.usages, figures.usages_by_running, figures.events,
+    figures.lengths, figures.latencies,
+)  # fmt: skip
+
+
+def charts(data: RunData) -> list[Chart]:
+    return [chart for draw in DRAWN if (chart := draw(data)) is not None]
+
+
+def written(data: RunData, **group: Any) -> dict[str, Table]:
+    return report.write(data, ReportGroup(**group), data.folder.path.parent.parent)
 
 
 def values(table: Table) -> dict[str, object]:
@@ -41,22 +59,24 @@ def test_a_simulated_run_says_so_in_title_figures_and_conclusion(tmp_path: Path)
     data = replace(real, run={**real.run, "spec": {**real.run["spec"], "fleet": {"engine": "simulated"}}})
     assert report.summary(data).title == "Run demo (simulated)"
     assert report.summary(data, "Mine").title == "Mine (simulated)"
-    assert "not those of the simulated time" in report.summary(data).note
-    assert "are missing (simulated).**" in report.conclusion(data)
-    for draw in (figures.throughput, figures.in_flight, figures.lengths):
-        sources = [note.text for note in draw(data).figure.layout.annotations if note.text.startswith("Source")]
+    assert "not those of simulated time" in report.summary(data).note
+    assert "are missing (simulated).**" in report.conclusion(data, written(data))
+    for chart in charts(data):
+        sources = [note.text for note in chart.figure.layout.annotations if note.text.startswith("Source")]
         assert sources == ["Source: outputs of run demo (simulated), 2 completions"]
     assert "simulated" not in report.summary(real).title + report.summary(real).note
-    assert "(simulated)" not in report.conclusion(real)
+    assert "(simulated)" not in report.conclusion(real, written(real))
 
 
 def test_a_run_without_rows_has_a_report(tmp_path: Path) -> None:
     data = report.load(write_run(tmp_path, [], asked=3))
     assert values(report.summary(data))["missing"] == 3
     assert "not finished" in report.summary(data).note
-    for draw in (figures.throughput, figures.in_flight, figures.lengths):
-        assert "text/html" in draw(data)._repr_mimebundle_()
-    report.write(data)
+    for chart in charts(data):
+        assert "text/html" in chart._repr_mimebundle_()
+    made = written(data, baselines=[BaselinePart(name="B200", tok_per_s=25_000.0, expected_fraction=0.25)])
+    assert made["baselines"].rows[0]["verdict"] == "-"
+    assert "0 of 3 rows are done" in report.conclusion(data, made)
 
 
 def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
@@ -72,24 +92,24 @@ def test_counts_that_a_server_did_not_give_are_not_zero(tmp_path: Path) -> None:
 
 def test_per_server_rates_add_up_to_the_client_rate(tmp_path: Path) -> None:
     data = report.load(write_run(tmp_path, [row(i, completion_tokens=10 + i) for i in range(9)]))
-    rates = [line["completion tokens/s"] for line in report.per_server(data).rows]
+    rates = [line["client tokens/s"] for line in details.per_server(data).rows]
     assert len(rates) == 2
     assert sum(rates) == pytest.approx(values(report.summary(data))["client rate"])
 
 
 def test_throughput_bins_hold_every_token_once(tmp_path: Path) -> None:
     rows = [row(i, completion_tokens=7 + i, latency_s=0.5 + i % 7) for i in range(200)]
-    series = report.throughput(report.load(write_run(tmp_path, rows)))
-    tokens = (series["completion_tok_per_s"] * series["width_s"]).sum()
+    found = series.throughput(report.load(write_run(tmp_path, rows)))
+    tokens = (found["completion_tok_per_s"] * found["width_s"]).sum()
     assert tokens == pytest.approx(sum(each.completion_tokens or 0 for each in rows))
 
 
 def test_requests_in_flight_integrate_to_the_latencies(tmp_path: Path) -> None:
     rows = [row(i, latency_s=0.5 + i % 7) for i in range(50)]
     data = report.load(write_run(tmp_path, rows))
-    series = report.in_flight(data)
-    step_s = series["at_s"][1]
-    assert series["requests"].sum() * step_s == pytest.approx(sum(each.latency_s for each in rows), rel=1e-4)
+    found = series.in_flight(data)
+    step_s = found["at_s"][1]
+    assert found["requests"].sum() * step_s == pytest.approx(sum(each.latency_s for each in rows), rel=1e-4)
 
 
 def test_examples_are_drawn_by_seed_and_index_alone(tmp_path: Path) -> None:
@@ -107,20 +127,20 @@ def test_failures_flags_and_drops_are_listed(tmp_path: Path) -> None:
     rows = [row(0, flags=("empty", "no_usage")), row(1, flags=("empty",))]
     failures = [failure(4, kind="refused"), failure(3), failure(2, message="HTTP 400: <b>9012</b> tokens")]
     data = report.load(write_run(tmp_path, rows, failures))
-    assert [(line["kind"], line["rows"], line["index"]) for line in report.failures(data).rows] == [
+    assert [(line["kind"], line["rows"], line["index"]) for line in details.failures(data).rows] == [
         ("prompt_too_long", 2, "2, 3"),
         ("refused", 1, "4"),
     ]
-    assert [(line["flag"], line["rows"]) for line in report.flags(data).rows] == [("empty", 2), ("no_usage", 1)]
-    assert report.dropped(data).rows[0]["line"] == 3
-    page = report.failures(data)._repr_html_()
+    assert [(line["flag"], line["rows"]) for line in details.flags(data).rows] == [("empty", 2), ("no_usage", 1)]
+    assert details.dropped(data).rows[0]["line"] == 3
+    page = details.failures(data)._repr_html_()
     assert "&lt;b&gt;9012" in page
     assert "<b>9012" not in page
 
 
 def test_write_leaves_every_table_as_csv_and_json(tmp_path: Path) -> None:
     data = report.load(write_run(tmp_path, [row(i) for i in range(5)], [failure(5)]))
-    for table in report.write(data):
+    for table in written(data).values():
         stored = json.loads((data.folder.report / f"{table.name}.json").read_text())
         with (data.folder.report / f"{table.name}.csv").open() as file:
             assert len(list(csv.DictReader(file))) == len(stored) == len(table.rows)
@@ -129,11 +149,12 @@ def test_write_leaves_every_table_as_csv_and_json(tmp_path: Path) -> None:
 def test_figures_name_their_axes_and_source(tmp_path: Path) -> None:
     rows = [row(i, finish_reason="length" if i % 3 else "stop") for i in range(30)]
     data = report.load(write_run(tmp_path, rows, generation={"max_tokens": 64}))
-    for draw in (figures.throughput, figures.in_flight, figures.lengths):
-        layout = draw(data).figure.layout
+    for chart in charts(data):
+        layout = chart.figure.layout
         assert layout.title.text
         assert layout.title.subtitle.text
         assert layout.xaxis.title.text
+        assert layout.yaxis.title.text
         assert any("Source: " in note.text for note in layout.annotations)
     assert any(shape.x0 == 64.5 for shape in figures.lengths(data).figure.layout.shapes)
 
@@ -141,8 +162,8 @@ def test_figures_name_their_axes_and_source(tmp_path: Path) -> None:
 def test_figures_stay_small_however_many_rows(tmp_path: Path) -> None:
     rows = [row(i, completion_tokens=1 + i % 3000, latency_s=1 + i % 90) for i in range(12_000)]
     data = report.load(write_run(tmp_path, rows, rows_per_shard=5000))
-    for draw in (figures.throughput, figures.in_flight, figures.lengths):
-        assert len(draw(data)._repr_mimebundle_()["text/html"]) < 60_000
+    for chart in charts(data):
+        assert len(chart._repr_mimebundle_()["text/html"]) < 60_000
 
 
 def test_answer_lengths_count_every_row_once(tmp_path: Path) -> None:
@@ -196,7 +217,7 @@ def test_examples_are_escaped_and_complete() -> None:
         "latency_s": 1.25,
         "server": "s", "flags": ["empty"], "submitted_at": START,
     }  # fmt: skip
-    page = report._example(row)
+    page = _example(row)
     for shown in ("&lt;i&gt;", "&lt;b&gt;1 &lt; 2&lt;/b&gt;", "&amp;", "&lt;hr&gt;", "cut for length", "empty"):
         assert shown in page
     assert "<hr>" not in page

@@ -3,8 +3,7 @@
 Gauges are read out of the servers' logs. A decode line bears the virtual second at which it was printed and comes every
 40 decode steps at any speed, whereas a look at /metrics is at a real time: at full speed many virtual seconds pass
 between two looks, and whoever looks slows down what holds the clock.
-Completions are counted in the client's rows, whose real times clock.jsonl maps to virtual ones. The run's second 0 is
-the first row's submission.
+Completions are counted in the client's rows. The run's second 0 is the first row's submission.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool)
     data = report.load(generate.run_folder(variant.spec, root), examples=0)
     if data.rows.empty:
         raise RunError(f"the rehearsal {data.folder.name!r} completed no row. See {data.folder.log}; rehearse longer.")
-    began_s = float(clock.of(data.rows["submitted_at"].to_numpy()).min())
-    finished_s = clock.of(data.rows["finished_at"].to_numpy()) - began_s
+    began_s, finished_s = data.began, data.rows["finished_at"] - data.began
     end_s = min(variant.hours * 3600, float(finished_s.max()))
     at_s = variant.seen.at_s if variant.seen else end_s
     tokens, servers = data.rows["completion_tokens"][finished_s <= at_s], (data.status or {})["servers"]

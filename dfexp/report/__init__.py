@@ -1,0 +1,70 @@
+"""A run's files as tables and series: what was made, how fast, by whom, what failed, and how that compares.
+
+Works while a run goes on, without samples of servers, and without rows. `load` reads a run, `write` makes all
+tables and leaves them in the run's report/; `series` has what figures show over time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from dfexp import jsonl
+from dfexp.params import ReportGroup
+from dfexp.report import details, overview, series
+from dfexp.report.data import RunData, load
+from dfexp.report.examples import examples, split_thought
+from dfexp.report.overview import summary
+from dfexp.tables import Table, duration, labelled, text
+
+__all__ = ["RunData", "compared", "conclusion", "examples", "load", "split_thought", "summary", "write"]
+
+
+def compared(data: RunData, names: str | Sequence[str], root: Path) -> dict[str, RunData | None]:
+    """Other runs, by their names beside this one or by their folders; None for one that is not there."""
+    return {name: overview.other(data, name, root) for name in ([names] if isinstance(names, str) else names)}
+
+
+def write(
+    data: RunData, group: ReportGroup, root: Path, others: Mapping[str, RunData | None] | None = None
+) -> dict[str, Table]:
+    """All tables by name; each, and the series behind the figures over time, is left as CSV and JSON in report/.
+
+    Args: others, runs to stand beside this one, earlier ones first.
+    """
+    model = overview.planned(data, root)
+    made = (
+        summary(data, group.title), overview.baselines(data, group.baselines, root), overview.plan(data, model),
+        overview.comparison(data, others or {}), details.findings(data, model), details.per_server(data),
+        details.slots(data), details.finish_reasons(data), details.failures(data), details.flags(data),
+        details.dropped(data), details.events(data), details.configurations(data),
+    )  # fmt: skip
+    frames = {table.name: pd.DataFrame(list(table.rows), dtype=object) for table in made}
+    for make in (series.throughput, series.rates, series.in_flight, series.gauges):
+        frames[make.__name__] = make(data)
+    data.folder.report.mkdir(parents=True, exist_ok=True)
+    for name, frame in frames.items():
+        jsonl.write_atomic(data.folder.report / f"{name}.csv", frame.to_csv(index=False).encode())
+        jsonl.write_atomic(data.folder.report / f"{name}.json", frame.to_json(orient="records", indent=1).encode())
+    return {table.name: table for table in made}
+
+
+def conclusion(data: RunData, made: Mapping[str, Table]) -> str:
+    """What the run came to, as Markdown. Args: made, its tables."""
+    values = {line["what"]: line for line in made["summary"].rows}
+    again = " Run 03_generate again to go on." if data.missing and not data.is_going else ""
+    counts = f"{len(data.rows):,} of {data.asked:,} rows are done, {len(data.failures):,} failed"
+    parts = [f"**{labelled(f'{counts}, {data.missing:,} are missing', data.engine)}.**{again}"]
+    rate, how = text(values["decoded, fleet"]["value"]), values["decoded, fleet"]["how it is measured"]
+    got, busy = text(values["client rate"]["value"]), duration(data.busy_s)
+    parts.append(f"The servers made **{rate} completion tokens/s** ({how.partition('; the sum')[0]}).")
+    parts.append(f"In the {busy} with requests in flight the client got **{got}** of them a second.")
+    parts += [
+        f"That is {line['share']:.1%} of {line['baseline']}; what was expected: {line['verdict']}."
+        for line in made["baselines"].rows if line["share"] is not None
+    ]  # fmt: skip
+    for line in made["findings"].rows[:3]:
+        parts.append(f"**{line['finding'].capitalize()}**: {line['evidence']} Change: {line['change']}")
+    return "\n\n".join([*parts, f"The tables and the series behind the figures are in `{data.folder.report}`."])

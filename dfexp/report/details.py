@@ -1,0 +1,122 @@
+"""Tables on one aspect of a run each: servers, slots, answers, failures, events, settings, findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from dfexp.diagnose import Planned, diagnose
+from dfexp.report.data import RunData
+from dfexp.report.overview import off_plan
+from dfexp.report.series import medians, occupied, server_rates, steady
+from dfexp.tables import Table, duration
+
+
+def of_frame(name: str, title: str, frame: pd.DataFrame, note: str = "") -> Table:
+    """A frame as a table; its index is the first column."""
+    rows: Any = frame.reset_index().astype(object).to_dict("records")
+    return Table(name=name, title=title, rows=rows, note=note)
+
+
+def per_server(data: RunData) -> Table:
+    """What each server made, and what it said of itself."""
+    found, made = steady(data), data.rows.groupby(data.rows["server"].astype(str))
+    tokens, down = made["completion_tokens"], [one["server"] for one in data.events if one["event"] == "server_down"]
+    frame = pd.DataFrame({"rows": made.size(), "completion tokens": tokens.sum(), "mean tokens": tokens.mean()})
+    frame["median latency (s)"], frame["client tokens/s"] = made["latency_s"].median(), tokens.sum() / data.busy_s
+    frame = frame.reindex(pd.Index([each.name for each in data.watched], name="server"))
+    frame["decoded tokens/s"] = server_rates(data, found)
+    frame["cap"] = [each.limits.max_running_requests for each in data.watched]
+    frame = frame.join(medians(data, found)).assign(outages=[*map(down.count, frame.index)])
+    note = f"Client: finished rows over the busy time. Decoded, by its counter, and medians of gauges: {found.words}."
+    return of_frame("per_server", "Per server", frame, note)
+
+
+def slots(data: RunData) -> Table:
+    """How much of what the servers could decode at once was used, and what idle slots cost."""
+    frame, (units, unit) = occupied(data).set_index("part"), data.units
+    frame[f"idle {unit}-hours"] = units * frame["seconds"] * (1 - frame["occupied"]) / 3600
+    note = "In flight, over what servers decode at once (over the most in flight where none says it). The middle: from"
+    note += " the first to the last moment with nine tenths of the most in flight; the end is the tail."
+    note += " The run goes on: what is in flight now is not in it." if data.is_going else ""
+    return of_frame("slots", "Start, middle and tail", frame, note)
+
+
+def finish_reasons(data: RunData) -> Table:
+    """How answers ended."""
+    ended = data.rows.groupby(data.rows["finish_reason"].fillna("not said").rename("finish reason"))
+    means = {"mean tokens": ended["completion_tokens"].mean(), "median latency (s)": ended["latency_s"].median()}
+    frame = pd.DataFrame({"rows": ended.size(), "share": ended.size() / max(1, len(data.rows)), **means})
+    return of_frame("finish_reasons", "Finish reasons", frame, "length: cut by max_tokens or by the context")
+
+
+def findings(data: RunData, model: Planned | None) -> Table:
+    """What limits the servers and what is wrong, over the whole run, by severity."""
+    left = (data.status or {}).get("pending", data.missing) if data.is_going else None
+    lines = [
+        {"finding": each.kind, "of": each.server or "the fleet", "severity": each.severity, "evidence": each.evidence,
+         "gain": each.gain, "change": each.change or "-", "binding": "yes" if each.is_binding else "no"}
+        for each in (*off_plan(data, model), *diagnose(data.watched, rows_left=left, planned=model))
+    ]  # fmt: skip
+    told = pd.Series([one.get("kind") for one in data.events if one["event"] == "finding"], dtype=object)
+    note = "Over the whole run; gain: factor on tokens/s."
+    note += "" if len(data.samples) else " Without samples of servers in metrics.jsonl little can be said."
+    counts = ", ".join(f"{kind} {count}" for kind, count in told.value_counts().items())
+    note += f" Told while it ran: {counts}." if counts else ""
+    return Table(name="findings", title="What limits it, and what is wrong", rows=lines, note=note)
+
+
+def failures(data: RunData) -> Table:
+    """Rows that will not succeed, by kind."""
+    found = pd.DataFrame(list(data.failures), columns=["kind", "index", "message"]).sort_values("index").groupby("kind")
+    frame = pd.DataFrame({"rows": found.size(), "index": found["index"].agg(_first_ten),
+                          "the server said, the first time": found["message"].first().str[:500]})  # fmt: skip
+    note = "Each is in failures.jsonl. They stay failed on resume; dfexp resume RUN --retry-failed sends them again."
+    return of_frame("failures", "Failed rows, by kind", frame, note if len(frame) else "")
+
+
+def _first_ten(numbers: pd.Series) -> str:
+    return ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
+
+
+def flags(data: RunData) -> Table:
+    """Rows with something a reader of the data should know."""
+    counts = data.rows["flags"].value_counts()
+    each = pd.DataFrame({"flag": counts.index.astype(str).str.split(","), "rows": counts.to_numpy()}).explode("flag")
+    sums = pd.DataFrame({"rows": each[each["flag"] != ""].groupby("flag")["rows"].sum()})
+    return of_frame("flags", "Flags on rows", sums.sort_values("rows", ascending=False))
+
+
+def dropped(data: RunData) -> Table:
+    """Lines of the sources that gave no prompt."""
+    return Table(name="dropped", title="Dropped while reading the prompts", rows=data.run["prompts"].get("dropped", ()))
+
+
+def events(data: RunData) -> Table:
+    """What happened, counted."""
+    found = pd.DataFrame(list(data.events), columns=["event", "server", "at"]).fillna({"server": "-"})
+    at = found.groupby(["event", "server"], sort=False)["at"]
+    frame = pd.DataFrame({"times": at.size(), "first": at.min(), "last": at.max()})
+    for column in ("first", "last"):
+        stamps = pd.to_datetime(frame[column], unit="s").dt.strftime("%Y-%m-%d %H:%M:%S")
+        frame[column] = (frame[column] - data.began).map(duration) if data.is_virtual else stamps
+    note = "From events.jsonl; times are " + ("simulated, since the first request." if data.is_virtual else "UTC.")
+    return of_frame("events", "What happened", frame, note)
+
+
+def configurations(data: RunData) -> Table:
+    """With what the rows were made: one line per engine configuration."""
+    lines = [
+        {"config": config_id, "rows": int((data.rows["config_id"] == config_id).sum()),
+         "made with": _pairs({key: config.get(key) for key in ("engine", "engine_version", "model")}),
+         "sampling": _pairs(config.get("sampling")), "fleet": _pairs(config.get("fleet"))}
+        for config_id, config in data.run.get("configs", {}).items()
+    ]  # fmt: skip
+    note = f"Versions: {_pairs(data.run.get('versions'))}."
+    return Table(name="configurations", title="Configurations", rows=lines, note=note)
+
+
+def _pairs(values: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{key} {value}" for key, value in (values or {}).items() if value not in (None, {}, []))

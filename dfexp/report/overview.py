@@ -1,0 +1,206 @@
+"""The run in a few numbers, and those numbers beside the plan, the baselines and other runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import isfinite, nan, sqrt
+from pathlib import Path
+from typing import Any
+
+from dfexp import params
+from dfexp.capacity.plan_command import predicted
+from dfexp.capacity.planner import make_plan
+from dfexp.diagnose import Finding, Planned
+from dfexp.errors import DfexpError
+from dfexp.layout import RunFolder
+from dfexp.params import BaselinePart
+from dfexp.report.data import RunData, flags_of, load
+from dfexp.report.series import POOLS, REQUESTS, medians, occupied, steady
+from dfexp.tables import SIMULATED, Table, duration, labelled
+
+_OFF = 0.15
+"""A mean length or a token budget so far from the plan's is a finding."""
+_COUNTED = "as the servers count them, over rows done"
+_RATE = "completion tokens/s"
+Line = tuple[str, Any, str, str]
+
+
+def summary(data: RunData, title: str | None = None) -> Table:
+    """The run in a few numbers, each with its unit and what it measures."""
+    heads = ("what", "value", "unit", "how it is measured")
+    lines = [dict(zip(heads, line, strict=True)) for line in (*_rates(data), *_rows(data), *_time(data))]
+    note = "The run is not finished: this is what there is now. " if data.missing else ""
+    if data.engine == SIMULATED:
+        times = "all times are simulated" if data.is_virtual else "times are the client's, not those of simulated time"
+        note += f"The servers were simulated: {times}."
+    return Table(name="summary", title=labelled(title or f"Run {data.folder.name}", data.engine), rows=lines, note=note)
+
+
+def _rates(data: RunData) -> Iterator[Line]:
+    """Prompts and servers, rates in the steady window, and what servers said of themselves in it."""
+    found, said, (units, unit) = steady(data), medians(data, steady(data)).median(), data.units
+    caps = [each.limits.max_running_requests for each in data.watched if each.limits.max_running_requests]
+    over = f"by {found.source}; {found.words}, {duration(found.end - found.start)}"
+    yield "asked", data.asked, "rows", "prompts frozen for this run"
+    yield "servers", len(data.watched), "", f"{units:,} {unit}(s) in all; engine: {data.engine or 'not said'}"
+    yield f"decoded, each {unit}", found.decoded / units, _RATE, over
+    yield "decoded, fleet", found.decoded, _RATE, f"{over}; the sum of the next three"
+    yield "client rate, same time", found.client, _RATE, "answers that arrived in it, over its seconds"
+    yield "growth in flight", found.in_flight, _RATE, "tokens made and not yet answered: at its end, less at its start"
+    yield "unexplained", found.unexplained, _RATE, "the rest; what was made for requests that gave no row is in it"
+    yield "request cap", min(caps, default=None), "requests a server", "the smallest that a server named"
+    for what in (*REQUESTS.values(), *POOLS.values()):
+        unit = "share" if what in POOLS.values() else "requests a server"
+        yield what, float(said[what]), unit, "median over samples of that time, then over servers"
+
+
+def _rows(data: RunData) -> Iterator[Line]:
+    """What there is, how long it is, and what went wrong."""
+    rows, (mean, how) = data.rows, mean_tokens(data)
+    outages = sum(one["event"] == "server_down" for one in data.events)
+    yield "completion tokens, mean", mean, "tokens", how
+    yield "prompt tokens, mean", float(rows["prompt_tokens"].mean()), "tokens", _COUNTED
+    yield "completion tokens", int(rows["completion_tokens"].sum()), "tokens", "sum over rows done"
+    yield "done", len(rows), "rows", "completions on disk"
+    yield "failed", len(data.failures), "rows", "will not succeed; kinds and the servers' words below"
+    yield "missing", data.missing, "rows", "neither done nor failed yet"
+    yield "on S3", None, "shards", "no store: the run's folder is the only copy"
+    yield "rows sent more than once", int((rows["attempt"] > 1).sum()), "rows", "done at a later attempt"
+    yield "server outages", outages, "", "a server died or stopped answering, by events.jsonl"
+
+
+def _time(data: RunData) -> Iterator[Line]:
+    """Durations, rates over all of the time, and what it cost."""
+    rows, wall_s, (units, unit), parts = data.rows, data.ended - data.began, data.units, occupied(data)
+    tokens, hours, latency = float(rows["completion_tokens"].sum()), units * wall_s / 3600, rows["latency_s"]
+    over = f"finished rows, over the {duration(data.busy_s)} in which a request was in flight"
+    yield "wall time", wall_s, "s", "first request sent to last answer received, pauses between starts included"
+    yield "busy time", data.busy_s, "s", "the part of it with at least one request of a finished row in flight"
+    yield "time left", *time_left(data)
+    yield "client rate", tokens / data.busy_s, _RATE, over
+    yield "client rate, rows", len(rows) / data.busy_s, "completions/s", over
+    yield "in flight, mean", float(latency.sum()) / data.busy_s, "requests", f"sum of latencies of {over}"
+    used = float((parts["seconds"] * parts["occupied"]).sum()) / wall_s if wall_s > 0 else nan
+    yield "slots occupied", used, "share", "in flight over what servers decode at once, over the wall time"
+    yield "latency, median", float(latency.median()), "s", "sent to last byte, queueing in the server included"
+    yield "latency, 95th percentile", float(latency.quantile(0.95)), "s", "as above"
+    yield f"{unit}-hours", hours, "h", f"{units:,} {unit}(s) times the wall time; loading models is not in it"
+    yield f"{unit}-hours per million tokens", hours / tokens * 1e6 if tokens else nan, "h", "completion tokens done"
+    if len(data.gpus):
+        yield "GPU utilisation, mean", float(data.gpus["utilization"].mean()), "", "all samples of all GPUs"
+        yield "GPU power, mean", float(data.gpus["power_w"].mean()), "W a GPU", "all samples of all GPUs"
+        throttled = data.gpus["throttle_reasons"].map(bool).mean()
+        yield "GPU throttled", float(throttled), "share", "samples that name a reason; metrics.jsonl says which"
+
+
+def mean_tokens(data: RunData) -> tuple[float, str]:
+    """The mean length of answers, with those in flight where the run goes on and told; and how it was had."""
+    told = (data.status or {}).get("mean_completion_tokens")
+    if data.is_going and isinstance(told, Mapping):
+        return float(told["value"]), f"answers in flight counted in; {told['low']:,.0f} to {told['high']:,.0f} at 95 %"
+    short = "; biased short while longer answers are still in flight" if data.missing else ""
+    return float(data.rows["completion_tokens"].mean()), _COUNTED + short
+
+
+def time_left(data: RunData) -> tuple[float, str, str]:
+    """Seconds until all rows are done, their unit, and who says so."""
+    status, rate = data.status or {}, steady(data).decoded
+    if data.is_going and status.get("eta_s") is not None:
+        ends = " to ".join(duration(status.get(f"eta_{end}_s")) for end in ("low", "high"))
+        return float(status["eta_s"]), "s", f"as the run's process says; at 95 % {ends}"
+    left_s = data.missing * mean_tokens(data)[0] / rate if data.missing and rate > 0 else nan if data.missing else 0.0
+    return left_s, "s", "missing rows of the mean length, decoded as fast as above"
+
+
+def planned(data: RunData, root: Path) -> Planned | None:
+    """What the capacity model says of a server of this run; None without a plan, or with one that cannot be."""
+    with suppress(DfexpError):
+        spec = params.validate(data.run["spec"], str(data.folder.run_json))
+        known = {"prompts": data.asked} if spec.planned and spec.planned.prompts is None else {}
+        prepared, _ = predicted(spec, root, **known)
+        return Planned(setting=prepared.setting, plan=make_plan(prepared.setting)) if prepared else None
+    return None
+
+
+def plan(data: RunData, model: Planned | None) -> Table:
+    """What was planned beside what came: the load, and what the capacity model says of servers under it."""
+    lines = []
+    if model is not None and len(data.rows):
+        setting, found, load = model.setting, steady(data), model.setting.workload
+        said, mean = medians(data, found).median(), mean_tokens(data)[0]
+        limit = min((each.limit for each in data.watched if each.limit), default=None)
+        one = setting.predict(model.plan.current.memory, limit)
+        prompts = min(setting.prompts, data.run["spec"]["prompts"].get("limit") or setting.prompts)
+        hours = (data.ended - data.began + time_left(data)[0]) / 3600
+        for what, unit, expected, got in (
+            ("prompts", "rows", prompts, data.asked),
+            ("prompt tokens, mean", "tokens", load.prompt.mean, float(data.rows["prompt_tokens"].mean())),
+            ("completion tokens, mean", "tokens", load.completion.mean, mean),
+            ("token budget", "completion tokens", prompts * load.completion.mean, data.asked * mean),
+            ("running", "requests a server", one.running, float(said["running"])),
+            ("KV usage", "share", one.full_token_usage, float(said["KV usage"])),
+            ("state usage", "share", one.mamba_usage, float(said["state usage"])),
+            ("decoded", f"{_RATE} a server", one.tok_per_s, found.decoded / max(1, len(data.watched))),
+            ("time for all rows", "h", one.hours(prompts, setting.servers), hours),
+        ):
+            ratio = got / expected if expected and isfinite(got) else None
+            lines.append({"what": what, "unit": unit, "planned": expected, "measured": got, "ratio": ratio})
+    note = "Budget and time: with what is missing, at mean length and rate so far. Running to decoded: steady state."
+    note = note if lines else "No `plan` that this run could be compared with."
+    return Table(name="plan", title="Against the plan", rows=lines, note=note)
+
+
+def off_plan(data: RunData, model: Planned | None) -> Iterator[Finding]:
+    """Findings on mean length and token budget, where they leave the plan by more than chance does."""
+    tokens, change = data.rows["completion_tokens"].dropna(), "correct plan, or stop before the budget is spent"
+    chance = 2 * float(tokens.std()) / sqrt(len(tokens)) / float(tokens.mean()) if len(tokens) > 1 else 1.0
+    for line in plan(data, model).rows:
+        ratio, kind = line["ratio"], line["what"]
+        if kind in ("completion tokens, mean", "token budget") and ratio and abs(ratio - 1) > max(_OFF, chance):
+            words = f"{line['measured']:,.0f} {line['unit']}, {line['planned']:,.0f} planned: {ratio:.2f} times that."
+            yield Finding(kind=f"{kind} off plan", server=None, severity="fault", evidence=words, change=change)
+
+
+def other(data: RunData, name: str, root: Path) -> RunData | None:
+    """Another run, by its name beside this one or by its folder; None if there is none."""
+    for path in (data.folder.path.parent / name, root / name):
+        with suppress(DfexpError):
+            return load(RunFolder(path), examples=0)
+    return None
+
+
+def baselines(data: RunData, parts: Sequence[BaselinePart], root: Path) -> Table:
+    """The rate at which this run decoded, beside that of other machines or runs, and what was expected of it."""
+    lines, found = [], steady(data)
+    for part in parts:
+        run = other(data, part.run, root) if part.run else None
+        rate = steady(run).decoded if run else part.tok_per_s
+        share, least = found.decoded / rate if rate and found.decoded > 0 else None, part.expected_fraction
+        verdict = "-" if share is None or least is None else "met" if share >= least else "not met"
+        verdict = verdict if rate else f"there is no run {part.run!r}: correct report.baselines"
+        told = {"baseline": part.name or part.run, "hardware": part.hardware or "-", "its tokens/s": rate}
+        lines.append({**told, "this run's": found.decoded, "share": share, "expected": least, "verdict": verdict})
+    note = f"{_RATE} decoded by all servers together; this run's by {found.source}, {found.words}."
+    note = note if lines else "None in report.baselines."
+    return Table(name="baselines", title="Against baselines", rows=lines, note=note)
+
+
+def comparison(data: RunData, others: Mapping[str, RunData | None]) -> Table:
+    """The summary of this run beside those of others, before it; and how their settings differ."""
+    runs, lines = [*filter(None, others.values()), data], list[dict[str, Any]]()
+    values = {labelled(run.folder.name, run.engine): {line["what"]: line["value"] for line in summary(run).rows}
+              for run in runs}  # fmt: skip
+    for line in summary(data).rows if runs[1:] else ():
+        cells = {name: value.get(line["what"]) for name, value in values.items()}
+        first, *_, last = cells.values()
+        ratio = last / first if first and last else None
+        lines.append({"what": line["what"], "unit": line["unit"], **cells, "last / first": ratio})
+    settings = [{**run.run["spec"].get("generation", {}), **run.fleet, **flags_of(run.fleet)} for run in runs]
+    keys = sorted({key for each in settings for key in each} - {"name", "plan", "flags"})
+    told = {key: [str(each.get(key, "-")) for each in settings] for key in keys}
+    note = "; ".join(f"{key}: {', '.join(each)}" for key, each in told.items() if len(set(each)) > 1)
+    note = f"Settings that differ: {note or 'none'}." if others else "None in report.compare."
+    if lost := [name for name, run in others.items() if run is None]:
+        note += f" There is no run {', '.join(lost)}: correct report.compare."
+    return Table(name="comparison", title="Beside other runs", rows=lines, note=note)

@@ -1,0 +1,183 @@
+"""What a run did over time, and its rates in one window: each counts one thing, and the gaps between them are told."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+
+from dfexp.diagnose import phase
+from dfexp.estimate import Array, Samples, client_rate, reconcile, server_rate, tokens_in_flight
+from dfexp.report.data import RunData
+
+REQUESTS = {"num_running_reqs": "running", "num_queue_reqs": "queued"}
+POOLS = {"full_token_usage": "KV usage", "mamba_usage": "state usage"}
+"""What tables and figures say for the gauges of servers that they show."""
+_NICE_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_BINS = 40
+_FULL = 0.9  # of the most requests that were ever in flight: neither a ramp nor a tail
+_LEAST_S = 15.0  # of a window
+_RATES = ("server", "client", "in_flight", "unexplained")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Rates of all servers together in one window, in completion tokens/s; NaN is not known.
+
+    Attributes:
+        start, end: in the run's time; `words` say what window that is.
+        server, client, in_flight, unexplained: as `estimate.Reconciled` has them.
+    """
+
+    start: float
+    end: float
+    words: str
+    server: float
+    client: float
+    in_flight: float
+    unexplained: float
+
+    @property
+    def decoded(self) -> float:
+        """The rate at which tokens were made: by the servers' counters, else by rows, which grow evenly."""
+        return self.client + self.in_flight if np.isnan(self.server) else self.server
+
+    @property
+    def source(self) -> str:
+        """Where `decoded` is from."""
+        return "finished rows and what was in flight" if np.isnan(self.server) else "the servers' counters"
+
+
+def steady(data: RunData) -> Measured:
+    """The time in which most servers were in a steady state; without samples, or without one, the client's or all."""
+    phases = [phase(each, may_drain=not data.is_going) for each in data.watched]
+    found, window = [samples for kind, samples in phases if kind == "steady"], None
+    times, level, _ = levels(data.rows)
+    if found and 2 * len(found) >= len(phases):
+        window = max(part[0].at for part in found), min(part[-1].at for part in found)
+        words = "steady state, found in the servers' samples"
+    if (window is None or window[1] - window[0] < _LEAST_S) and len(times):
+        window, words = _full(times, level), f"at least {_FULL:.0%} of the most requests in flight"
+    if window is None or window[1] - window[0] < _LEAST_S:
+        window, words = (data.began, _known_until(data)), "from the first request to the last answer"
+    return Measured(start=window[0], end=window[1], words=words, **_rates(data, *window))
+
+
+def _full(times: Array, level: Array) -> tuple[float, float]:
+    """The first and the last moment with nearly the most requests in flight."""
+    full = times[level >= _FULL * level.max()]
+    return float(full[0]), float(full[-1])
+
+
+def _known_until(data: RunData) -> float:
+    """Until when all requests are known: of a run that goes on, those that are still open are in no file."""
+    return data.ended - (float(data.rows["latency_s"].max()) if data.is_going and data.missing else 0.0)
+
+
+def _rates(data: RunData, start: float, end: float) -> dict[str, float]:
+    """The four rates of a window; beyond what is known of the requests the servers' alone."""
+    rates, counters = dict.fromkeys(_RATES, np.nan), _counters(data)
+    sent, ended = (data.rows[name].to_numpy() for name in ("submitted_at", "finished_at"))
+    rows = sent, ended, data.rows["completion_tokens"].fillna(0.0).to_numpy()
+    if not end > start:
+        return rates
+    if end > _known_until(data) and data.is_going:
+        only = server_rate(counters, start, end)
+        return rates | {"server": only.value if only else np.nan}
+    if found := reconcile(counters, rows, start, end, uncounted=int(data.engine != "llamacpp")):
+        return asdict(found)
+    grown = tokens_in_flight(rows, end) - tokens_in_flight(rows, start)
+    return rates | {"client": client_rate(rows, start, end), "in_flight": grown / (end - start)}
+
+
+def server_rates(data: RunData, found: Measured) -> list[float | None]:
+    """Completion tokens/s of each server in a window, by its counter; None without one."""
+    rates = [server_rate([counter], found.start, found.end) for counter in _counters(data)]
+    return [rate.value if rate else None for rate in rates]
+
+
+def _counters(data: RunData) -> list[Samples]:
+    return [([look.at for look in each.samples], [look.realtime_decode_tokens_total for look in each.samples])
+            for each in data.watched]  # fmt: skip
+
+
+def edges(data: RunData) -> Array:
+    """Edges of some 40 bins of a round width, from the first request on, each with two looks at every server."""
+    span_s = max(1.0, data.ended - data.began)  # NaN is no more than 1
+    apart_s = data.samples.groupby("server", observed=True)["at"].diff().median() if len(data.samples) else 0.0
+    width_s = next((width for width in _NICE_S if span_s / width <= _BINS and width >= 2 * apart_s), _NICE_S[-1])
+    return data.began + width_s * np.arange(int(span_s / width_s) + 2.0)
+
+
+def _binned(data: RunData, at: pd.Series) -> tuple[pd.Series, float]:
+    """The start of each moment's bin, in seconds since the first request, and the bins' width."""
+    began, second, *_ = edges(data)
+    return ((at - began) // (second - began) * (second - began)).rename("start_s"), second - began
+
+
+def throughput(data: RunData) -> pd.DataFrame:
+    """Client rates per server and bin, by when answers finished; `start_s` and `width_s` since the first request."""
+    start_s, width_s = _binned(data, data.rows["finished_at"])
+    by = data.rows.groupby([data.rows["server"].astype(str), start_s])["completion_tokens"]
+    sums = by.agg(completion_tok_per_s="sum", rows_per_s="size") / width_s
+    return sums.reset_index().assign(width_s=width_s)
+
+
+def rates(data: RunData) -> pd.DataFrame:
+    """The rates of each bin, all servers together, in completion tokens/s, under the names of `estimate.Reconciled`."""
+    bins = [] if data.rows.empty else list(pairwise(edges(data)))
+    lines = [(start - data.began, end - start, *_rates(data, start, end).values()) for start, end in bins]
+    return pd.DataFrame(lines, columns=["start_s", "width_s", *_RATES])
+
+
+def gauges(data: RunData) -> pd.DataFrame:
+    """What servers said, means by bin: requests of all of them together, usages of the mean server."""
+    looks = data.samples[data.samples["at"] <= data.ended]
+    start_s, width_s = _binned(data, looks["at"])
+    means = looks.groupby([start_s, "server"], observed=True)[[*REQUESTS, *POOLS]].mean().groupby("start_s")
+    return means[list(REQUESTS)].sum(min_count=1).join(means[list(POOLS)].mean()).reset_index().assign(width_s=width_s)
+
+
+def medians(data: RunData, found: Measured) -> pd.DataFrame:
+    """What each server said in a window: a line a server, medians of its gauges, under their words."""
+    inside, words = data.samples[data.samples["at"].between(found.start, found.end)], REQUESTS | POOLS
+    return inside.groupby(inside["server"].astype(str))[list(words)].median().rename(columns=words)
+
+
+def levels(rows: pd.DataFrame, most: float = np.inf) -> tuple[Array, Array, Array]:
+    """Requests of finished rows in flight: when they change, how many from then on, and request-seconds until then.
+
+    Args: most, requests that count at once.
+    """
+    times = np.concatenate([rows["submitted_at"], rows["finished_at"]])
+    order = np.argsort(times, kind="stable")
+    times, level = times[order], np.cumsum(np.repeat([1.0, -1.0], len(rows))[order])
+    return times, level, np.append(0.0, np.cumsum(np.minimum(level, most)[:-1] * np.diff(times)))[: len(times)]
+
+
+def in_flight(data: RunData, steps: int = 600) -> pd.DataFrame:
+    """Requests of finished rows in flight: the mean of each step; `at_s` since the first request."""
+    times, _, spent = levels(data.rows)
+    if not len(times):
+        return pd.DataFrame(columns=["at_s", "requests"], dtype=float)
+    places = np.linspace(data.began, data.ended, steps + 1)
+    means = np.diff(np.interp(places, times, spent)) / np.maximum(np.diff(places), 1e-9)
+    return pd.DataFrame({"at_s": places[:-1] - data.began, "requests": means})
+
+
+def occupied(data: RunData) -> pd.DataFrame:
+    """Start, middle and end of a run: its seconds, and the share of the servers' slots that requests took up.
+
+    The middle is from the first to the last moment with nine tenths of the most requests in flight. Where no server
+    says how many it decodes at once, the most in flight are the slots.
+    """
+    times, level, _ = levels(data.rows)
+    if not len(times):
+        return pd.DataFrame(columns=["part", "seconds", "slots", "occupied"])
+    slots = data.slots or level.max()
+    cuts = np.array([times[0], *_full(times, level), times[-1]])
+    used = np.diff(np.interp(cuts, times, levels(data.rows, slots)[2]))
+    parts = pd.DataFrame({"part": ["start", "middle", "end"], "seconds": np.diff(cuts), "slots": slots})
+    return parts.assign(occupied=used / np.maximum(parts["seconds"] * slots, 1e-9))
