@@ -9,8 +9,8 @@ import difflib
 import json
 import re
 import time
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -171,32 +171,6 @@ _THROTTLES = (
 )  # what the bits of a GPU's clock event reasons mean, from the lowest one on
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSample:
-    """What one GPU did at one moment, a line of metrics.jsonl that has a `gpu`. None: its driver does not tell.
-
-    Attributes:
-        gpu, uuid: its index and its name.
-        at: seconds since the Unix epoch.
-        utilization: share of the time in which anything ran there, 0-1: it says nothing of how well.
-        throttle_reasons: why its clocks are lower than they could be.
-
-    """
-
-    gpu: int
-    uuid: str
-    at: float
-    utilization: float | None
-    memory_used_bytes: int | None
-    power_w: float | None
-    sm_clock_mhz: int | None
-    throttle_reasons: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The line as it is written: what is None is left out."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
 class GpuMeter:
     """Reads GPUs through NVML, which stays open, since opening it takes longer than reading. Never raises."""
 
@@ -215,23 +189,25 @@ class GpuMeter:
                 uuid = nvml.nvmlDeviceGetUUID(device)
                 self._devices += [(index, uuid, device)] * bool({str(index), uuid} & set(names))
 
-    def samples(self) -> list[GpuSample]:
-        """One of each GPU, as of now."""
-        return [self._sample(*device) for device in self._devices]
+    def lines(self) -> list[dict[str, Any]]:
+        """What each GPU does now, as a line of metrics.jsonl; what its driver does not tell is left out.
 
-    def _sample(self, index: int, uuid: str, device: Any) -> GpuSample:
-        nvml, found = self._nvml, dict[str, Any]()
-        asked: dict[str, Callable[[], Any]] = {
-            "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100,
-            "memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(device).used,
-            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
-            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
-            "throttle_reasons": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device),
-        }
-        for name, ask in asked.items():
-            with contextlib.suppress(nvml.NVMLError):
-                found[name] = ask()
-        bits = found.pop("throttle_reasons", None) or 0
-        reasons = tuple(words for place, words in enumerate(_THROTTLES) if bits >> place & 1)
-        known = {name: found.get(name) for name in asked if name != "throttle_reasons"}
-        return GpuSample(gpu=index, uuid=uuid, at=time.time(), throttle_reasons=reasons, **known)
+        `gpu` is its index, `at` seconds since the Unix epoch, `utilization` (0-1) the share of the time in which
+        anything ran there, `throttle_reasons` why its clocks are lower than they could be.
+        """
+        return [self._line(*device) for device in self._devices]
+
+    def _line(self, index: int, uuid: str, device: Any) -> dict[str, Any]:
+        nvml, line = self._nvml, {"gpu": index, "uuid": uuid, "at": time.time()}
+        with contextlib.suppress(nvml.NVMLError):
+            line["utilization"] = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+        with contextlib.suppress(nvml.NVMLError):
+            line["memory_used_bytes"] = nvml.nvmlDeviceGetMemoryInfo(device).used
+        with contextlib.suppress(nvml.NVMLError):
+            line["power_w"] = nvml.nvmlDeviceGetPowerUsage(device) / 1000
+        with contextlib.suppress(nvml.NVMLError):
+            line["sm_clock_mhz"] = nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM)
+        with contextlib.suppress(nvml.NVMLError):
+            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
+            line["throttle_reasons"] = [words for place, words in enumerate(_THROTTLES) if bits >> place & 1]
+        return line

@@ -79,7 +79,7 @@ def _time(status: Mapping[str, Any]) -> str:
 
 def _rate(status: Mapping[str, Any]) -> tuple[float, str]:
     """The best rate that is known, and who counts it."""
-    decoded = status.get("server_tok_per_s")
+    decoded = status["server_tok_per_s"]
     return (status["client_tok_per_s"], "client") if decoded is None else (decoded, "servers")
 
 
@@ -106,7 +106,7 @@ def _facts(status: Mapping[str, Any]) -> str:
     """Rates while there are any, and the time: each with its window and what it counts."""
     window, is_going = f"last {duration(status['window_s'])}", status["state"] in ("running", "draining")
     is_running, mean, clock = status["state"] == "running", status["mean_completion_tokens"], _time(status)
-    decoded, low, high = (status.get("server_tok_per_s"), *map(duration, (status["eta_low_s"], status["eta_high_s"])))
+    decoded, low, high = (status["server_tok_per_s"], *map(duration, (status["eta_low_s"], status["eta_high_s"])))
     bounds = mean and f"{text(round(mean['low']))} to {text(round(mean['high']))}, in flight included"
     facts = (
         (is_running, duration(status["eta_s"]), f"left{clock}<br>{low} to {high}"),
@@ -129,10 +129,7 @@ def _facts(status: Mapping[str, Any]) -> str:
 
 def _sparkline(status: Mapping[str, Any]) -> str:
     """Tokens/s since the start as a line over an area, from 0 to the highest."""
-    values, step_s = (
-        (status.get("history") or {}).get("tok_per_s", []),
-        (status.get("history") or {}).get("step_s", 0.0),
-    )
+    values, step_s = status["history"]["tok_per_s"], status["history"]["step_s"]
     if len(values) < 2:
         return ""
     top = max(values) or 1.0
@@ -152,37 +149,25 @@ def _sparkline(status: Mapping[str, Any]) -> str:
 def _finding(finding: Mapping[str, Any]) -> str:
     color, mark = _SEVERITIES.get(finding["severity"], _SEVERITIES["note"])
     kind, evidence = escaping.escape(finding["kind"]), escaping.escape(finding["evidence"])
-    gain = f" Worth {finding['gain'] - 1:+.0%}." if finding.get("gain") else ""
-    change = f" <b>{escaping.escape(finding['change'])}</b>" if finding["change"] else ""
-    return (
-        f"<div style='margin-top:8px'><span style='color:{color}'>{mark}</span> <b>{kind}</b> &nbsp;{evidence}"
-        f"{gain}{change}</div>"
-    )
+    gain = f" ({finding['gain'] - 1:+.0%})" if finding.get("gain") else ""
+    change = f" <b>{escaping.escape(finding['change'])}</b>{gain}" if finding["change"] else ""
+    words = f"<span style='color:{color}'>{mark}</span> <b>{kind}</b> &nbsp;{evidence}{change}"
+    return f"<div style='margin-top:8px'>{words}</div>"
 
 
 def _server(server: Mapping[str, Any]) -> dict[str, Any]:
     """A server's line of the table."""
-    running = server.get("num_running_reqs")
-    shown = server["in_flight"] if running is None else running
-    decoded = server.get("server_tok_per_s")
+    running, queue, decoded = (server[name] for name in ("num_running_reqs", "num_queue_reqs", "server_tok_per_s"))
     return {
         "server": server["name"],
         "state": server["state"].replace("_", " "),
-        "running / cap": f"{shown:,.0f} / {text(server['cap'])}" + " (in flight)" * (running is None),
-        "queue": _whole(server.get("num_queue_reqs")),
-        "KV usage": _share(server.get("full_token_usage")),
-        "state usage": _share(server.get("mamba_usage")),
+        "running / cap": f"{text(running if running is None else round(running))} / {text(server['cap'])}",
+        "queue": queue if queue is None else round(queue),
+        "KV usage": server["full_token_usage"],
+        "state usage": server["mamba_usage"],
         "tok/s": server["client_tok_per_s"] if decoded is None else decoded,
         "in flight": f"{server['in_flight']:,} / {server['limit']:,}",
         "answers": server["done"],
         "errors": server["errors"],
         "restarts": server["restarts"],
     }
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else round(value)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

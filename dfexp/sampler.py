@@ -56,10 +56,9 @@ class Sampler:
             while True:
                 began = loop.time()
                 asked = [self._take(name, loop.run_in_executor(threads, self._ask, name)) for name in self.recent]
-                devices = loop.run_in_executor(threads, meter.samples)
-                found = (*await asyncio.gather(*asked), *await devices)
-                lines = [each.to_json() for each in found if each is not None]
-                await loop.run_in_executor(threads, self._write, lines)
+                devices = loop.run_in_executor(threads, meter.lines)
+                lines = [each.to_json() for each in await asyncio.gather(*asked) if each is not None]
+                await loop.run_in_executor(threads, self._write, lines + await devices)
                 await asyncio.sleep(max(0.0, began + self._interval_s - loop.time()))
         finally:
             threads.shutdown(wait=False, cancel_futures=True)

@@ -61,23 +61,17 @@ class LiveClock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._looked, self._now_s = path, -inf, 0.0
-        self._last = self._before = (0.0, 0.0)
+        self._path, self._looked, self._now_s, self._lines = path, -inf, 0.0, [(0.0, 0.0)]
 
     def __call__(self) -> float:
         """Virtual seconds now; never fewer than before."""
-        at = time.time()
-        if abs(at - self._looked) > _LOOK_S:
+        if abs((at := time.time()) - self._looked) > _LOOK_S:
             self._looked = at
-            self._look()
-        (real_at, virtual_s), (before_at, before_s) = self._last, self._before
+            with contextlib.suppress(OSError), self._path.open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - 512))
+                lines = [decode_line(line) for line in file.read().split(b"\n")[-3:-1] if line.startswith(b"{")]
+                self._lines = [(line["real_at"], line["virtual_s"]) for line in lines] or self._lines
+        (before_at, before_s), (real_at, virtual_s) = self._lines[0], self._lines[-1]
         speed = (virtual_s - before_s) / max(real_at - before_at, 1e-3)
         self._now_s = max(self._now_s, virtual_s + speed * min(max(0.0, at - real_at), _LINES_S))
         return self._now_s
-
-    def _look(self) -> None:
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - 512))
-            lines = [decode_line(line) for line in file.read().split(b"\n")[-3:-1] if line.startswith(b"{")]
-            pairs = [(float(line["real_at"]), float(line["virtual_s"])) for line in lines]
-            self._before, self._last = (pairs[0], pairs[-1]) if pairs else (self._before, self._last)

@@ -65,7 +65,7 @@ METER = """
 import json
 from dfexp.hardware import GpuMeter
 meters = [GpuMeter(names) for names in (["1"], ["GPU-a", "1"], ["7"], [])]
-print(json.dumps([[one.to_json() for one in meter.samples()] for meter in meters]))
+print(json.dumps([meter.lines() for meter in meters]))
 """
 DOWN = """
 import sys

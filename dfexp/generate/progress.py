@@ -80,23 +80,17 @@ class Traffic:
 
 
 class History:
-    """A rate since the start in at most so many points: when they are full, each two become one."""
+    """A rate since the start in at most so many points: when they are full, every other one goes."""
 
     def __init__(self) -> None:
         self.step_s, self.points = 1.0, list[float]()
-        self._sum, self._number, self._until_s = 0.0, 0, 1.0
 
     def add(self, since_start_s: float, value: float) -> None:
         """The rate at a time, which is later at every call."""
-        while since_start_s >= self._until_s and self._number:
-            self.points.append(round(self._sum / self._number, 1))
-            if len(self.points) >= _POINTS:
-                self.points = [round(sum(pair) / 2, 1) for pair in zip(*[iter(self.points)] * 2, strict=True)]
-                self.step_s *= 2
-            self._until_s += self.step_s
-            if since_start_s < self._until_s:
-                self._sum, self._number = 0.0, 0
-        self._sum, self._number = self._sum + value, self._number + 1
+        while since_start_s >= self.step_s * (len(self.points) + 1):
+            self.points.append(round(value, 1))
+            if len(self.points) == _POINTS:
+                self.points, self.step_s = self.points[1::2], self.step_s * 2
 
 
 class Progress:

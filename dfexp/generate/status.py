@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import asdict
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dfexp import control
@@ -61,8 +61,9 @@ class Overview:
         )  # fmt: skip
         self._findings: list[Finding] = []
         self._told: dict[tuple[str, str | None], float] = {}  # and when it was last so, monotonic seconds
-        self._plan: tuple[AnyFleet, Planned | None, float | None] | None = None
-        self._next_judged = 0.0
+        self._plan: Planned | None = None
+        self._planned_for: AnyFleet | None = None
+        self._state, self._next_judged = "running", 0.0
 
     async def run(self) -> None:
         """Sample and look for findings until cancelled. A defect in that costs knowledge, never a row."""
@@ -105,11 +106,11 @@ class Overview:
         """Diagnose now and then. The plan of the servers' settings, which takes a second, is made when they change."""
         while True:
             await asyncio.sleep(_LOOKS * self._s.spec.generation.sample_interval_s)
-            if self._plan is None or self._plan[0] != self._s.fleet.group:
-                self._plan = await asyncio.to_thread(self._planned, self._s.fleet.group)
-            watched = [self._watched(lane) for lane in self._lanes]
-            left, planned = len(self._queue), self._plan[1]
-            self._tell(await asyncio.to_thread(diagnose, watched, rows_left=left, planned=planned))
+            if self._planned_for != (group := self._s.fleet.group):
+                self._plan, self._planned_for = await asyncio.to_thread(self._planned, group), group
+            if self._state == "running":
+                watched, left = [self._watched(lane) for lane in self._lanes], len(self._queue)
+                self._tell(await asyncio.to_thread(diagnose, watched, rows_left=left, planned=self._plan))
 
     def _watched(self, lane: Lane) -> Watched:
         state = "draining" if lane.is_held else lane.state
@@ -119,21 +120,21 @@ class Overview:
             name=lane.name, samples=samples, limits=lane.limits, flags=flags, state=state, limit=lane.limit, **seen
         )
 
-    def _planned(self, group: AnyFleet) -> tuple[AnyFleet, Planned | None, float | None]:
-        """What the capacity model says of these servers, and of a request alone there; None where it says nothing."""
+    def _planned(self, group: AnyFleet) -> Planned | None:
+        """What the capacity model says of these servers; None where it says nothing."""
         spec, prompts = self._s.spec.model_copy(update={"fleet": group}), self._s.prompts
         if spec.planned is None:
-            return group, None, None
+            return None
         known: dict[str, Any] = {"prompts": len(prompts)}
         if spec.planned.shared_prefix_share is None:
             some = range(0, len(prompts), max(1, len(prompts) // _PROMPTS))
-            known["shared_prefix_share"] = shared_prefix_share([str(prompts[index].messages) for index in some])
+            texts = ["\n".join(str(one.get("content")) for one in prompts[index].messages) for index in some]
+            known["shared_prefix_share"] = shared_prefix_share(texts)
         prepared, _ = predicted(spec, self._s.root, **known)
         with contextlib.suppress(DfexpError, ArithmeticError, LookupError, TypeError, ValueError):
             if prepared is not None:
-                planned = Planned(setting=prepared.setting, plan=make_plan(prepared.setting))
-                return group, planned, planned.tok_per_s(1)
-        return group, None, None
+                return Planned(setting=prepared.setting, plan=make_plan(prepared.setting))
+        return None
 
     def _tell(self, found: list[Finding]) -> None:
         """Keep findings, and record the new ones. Of several servers only faults are told of each."""
@@ -153,18 +154,19 @@ class Overview:
 
         Args: held, rows that count as failed as soon as one succeeds; more, what else it is to say.
         """
+        self._state = state
         with contextlib.suppress(StorageError):
-            control.write_status(self._s.folder, self._status(state, held, **more))
+            control.write_status(self._s.folder, self._status(held, **more))
 
-    def _status(self, state: str, held: Sequence[Failure], **more: Any) -> dict[str, Any]:
+    def _status(self, held: Sequence[Failure], **more: Any) -> dict[str, Any]:
         setup, now, shards = self._s, self._now(), self._s.shards
         estimates = self.progress.estimates(
             now, left=len(self._queue), limit=self._longest(), samples=self._sampler.recent.values(),
-            alone_tok_per_s=self._plan and self._plan[2],
+            alone_tok_per_s=self._plan.tok_per_s(1) if self._plan else None,
         )  # fmt: skip
         kinds = Counter(shards.failures_by_kind()) + Counter(one.kind for one in held)
         return {
-            "state": state,
+            "state": self._state,
             "engine": setup.fleet.engine.name,
             "pid": setup.me.pid,
             "process_started": setup.me.started,
@@ -180,7 +182,7 @@ class Overview:
             "failures_by_kind": dict(kinds),
             "flags": dict(self.progress.flags),
             **more,
-            "findings": [_plain(each) for each in self._findings[:_MOST_FINDINGS]],
+            "findings": [asdict(each) for each in self._findings[:_MOST_FINDINGS]],
             "servers": [self._server(lane, now, estimates["window_s"]) for lane in self._lanes],
         }
 
@@ -197,15 +199,7 @@ class Overview:
         gauges = {name: getattr(last, name, None) for name in _GAUGES}
         if gauges["full_token_usage"] is None:
             gauges["full_token_usage"] = getattr(last, "token_usage", None)  # of a model with one pool
-        decoded, (_, tokens) = (
-            rate_of([samples], now - window_s, now),
-            self._traffic(lane.name).recent.since(now - window_s),
-        )
-        rates = {"server_tok_per_s": decoded and decoded.value, "client_tok_per_s": tokens / max(window_s, 1e-9)}
+        decoded, then = rate_of([samples], now - window_s, now), now - window_s
+        rates = {"server_tok_per_s": decoded and decoded.value}
+        rates["client_tok_per_s"] = self._traffic(lane.name).recent.since(then)[1] / window_s
         return {**lane.status(), **gauges, **rates}
-
-
-def _plain(finding: Finding) -> dict[str, Any]:
-    """A finding as JSON takes it."""
-    numbers = {name: round(value, 4) for name, value in finding.numbers.items() if isfinite(value)}
-    return {**asdict(finding), "numbers": numbers}
