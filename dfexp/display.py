@@ -48,11 +48,11 @@ def watch(folder: RunFolder, seen: Sequence[int], *, interval_s: float = 1.0) ->
     Raises RunStopped when the run was stopped, by whomever, and RunError when it failed or its process was killed.
     """
     handle, passed_on = DisplayHandle(), 0
-    handle.display({"text/plain": livepage.line(None), "text/html": livepage.html(None)}, raw=True)
+    handle.display(livepage.bundle(None), raw=True)
     while True:
         running = control.living_process(folder) is not None  # asked first: a process writes its end, then goes
         status = control.read_status(folder)
-        handle.update({"text/plain": livepage.line(status), "text/html": livepage.html(status)}, raw=True)
+        handle.update(livepage.bundle(status), raw=True)
         if not running or (status is not None and status["state"] in control.FINAL_STATES):
             return _conclude(folder, status)
         for verb in (control.STOP, control.STOP_NOW)[passed_on : len(seen)]:

@@ -46,6 +46,11 @@ def line(status: Mapping[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
+def bundle(status: Mapping[str, Any] | None) -> dict[str, str]:
+    """Both, as a display takes them."""
+    return {"text/plain": line(status), "text/html": html(status)}
+
+
 def html(status: Mapping[str, Any] | None) -> str:
     """The progress of a run: bar, rates, time left, what limits it, servers, failures."""
     if status is None:
