@@ -20,7 +20,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7
 """After Okabe and Ito; their yellow and black are left out for contrast on white."""
 
 _PARTS = {"client": "finished (client)", "in_flight": "growth in flight", "unexplained": "unexplained"}
-_POINTS = 1500  # of a cloud
+_POINTS, _BESIDE = 1500, 5  # of a cloud; series, above which their names do not fit into a line
 _REASONS = {"stop": ("#0072B2", "ended by itself (stop)"), "length": ("#D55E00", "cut (length)")}
 _AXIS = {
     "gridcolor": "#E6E6E6", "zerolinecolor": "#BDBDBD", "linecolor": "#BDBDBD", "ticks": "outside",
@@ -141,7 +141,7 @@ def lengths(data: report.RunData) -> Chart:
 
 def latencies(data: report.RunData) -> Chart:
     """How long answers took."""
-    title = f"{'simulated ' if data.is_virtual else ''}seconds"
+    title = f"latency ({'simulated ' if data.is_virtual else ''}s)"
     subtitle = "Finished rows by the time from sending to the last byte, queueing in the server included"
     return finish(_histogram(data, "latency_s", 0), _source(data), "Latencies", subtitle, title, "rows")
 
@@ -162,17 +162,15 @@ def _histogram(data: report.RunData, column: str, cut: int) -> go.Figure:
 
 def events(data: report.RunData) -> Chart | None:
     """What happened, on the axis of time. None where nothing did."""
-    found, columns = [one for one in data.events if one["event"] != "shard_sealed"], ["event", "server", "at"]
-    marks, figure, (unit_s, title) = pd.DataFrame(found, columns=columns), go.Figure(), _time_axis(data)
-    began = marks["at"].min() if data.rows.empty else data.began
+    found = [one for one in data.events if one["event"] != "shard_sealed"]
+    marks, figure = pd.DataFrame(found, columns=["event", "kind", "server", "at"]), go.Figure()
+    marks["event"] = marks["event"].str.cat(marks["kind"], sep=": ", na_rep="").str.removesuffix(": ")
+    began, (unit_s, title) = marks["at"].min() if data.rows.empty else data.began, _time_axis(data)
     for server, part in marks.fillna({"server": "the run"}).groupby("server"):
-        marker = {"size": 12, "symbol": "line-ns", "line": {"width": 2}}
-        x = (part["at"] - began) / unit_s
+        marker, x = {"size": 11, "symbol": "diamond", "opacity": 0.7}, (part["at"] - began) / unit_s
         figure.add_scatter(x=x, y=part["event"], mode="markers", name=str(server), marker=marker)
-    figure.update_layout(yaxis={"type": "category"}, height=220 + 26 * marks["event"].nunique())
-    made = finish(
-        figure, _source(data), "What happened, and when", "events.jsonl, sealed shards left out", title, "event"
-    )
+    figure.update_layout(yaxis={"type": "category"}, height=230 + 26 * marks["event"].nunique())
+    made = finish(figure, _source(data), "What happened, and when", "Sealed shards are left out", title, "event")
     return made if found else None
 
 
@@ -192,7 +190,8 @@ def compared(data: report.RunData, others: Mapping[str, report.RunData | None]) 
 def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y: str) -> Chart:
     """Title, axes, legend and source line, in the one style of all figures."""
     words = {"title": {"text": title, "subtitle": {"text": subtitle}}, "xaxis_title_text": x, "yaxis_title_text": y}
-    figure.update_layout(template={"layout": _LAYOUT}, showlegend=len(figure.data) > 1, **words)
+    legend = {"orientation": "v", "x": 1.02, "y": 1.0, "yanchor": "top"} if len(figure.data) > _BESIDE else {}
+    figure.update_layout(template={"layout": _LAYOUT}, showlegend=len(figure.data) > 1, legend=legend, **words)
     figure.add_annotation(
         text=source, xref="paper", yref="paper", x=0, y=0, yshift=-62, xanchor="left", yanchor="top", showarrow=False,
         font={"size": 11, "color": "#777"},

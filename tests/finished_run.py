@@ -48,8 +48,10 @@ def write_run(
     events: Sequence[dict[str, Any]] = (),
     generation: dict[str, Any] | None = None,
     rows_per_shard: int = 4,
+    samples: Sequence[dict[str, Any]] = (),
+    **spec: Any,
 ) -> RunFolder:
-    """A run's folder with these rows; `asked` defaults to all of them being accounted for."""
+    """A run's folder with these rows; `asked` defaults to all of them being accounted for. Args: spec, its groups."""
     folder = RunFolder(root / "outputs" / name)
     folder.control.mkdir(parents=True)
     asked = len(rows) + len(failures) if asked is None else asked
@@ -57,7 +59,7 @@ def write_run(
         folder.run_json,
         {
             "run": name,
-            "spec": {"run": name, "generation": {"max_tokens": "fit", **(generation or {})}},
+            "spec": {"run": name, "generation": {"max_tokens": "fit", **(generation or {})}, **spec},
             "versions": {"dfexp": "0.1.0"},
             "hardware": {},
             "prompts": {
@@ -73,8 +75,9 @@ def write_run(
     )
     with Shards.open(folder.completions, total=asked, fingerprint=PRINTS, rows_per_shard=rows_per_shard) as shards:
         shards.commit(rows, failures)
-    with AppendLog(folder.events) as log:
-        log.append(events)
+    for path, lines in ((folder.events, events), (folder.metrics, samples)):
+        with AppendLog(path) as log:
+            log.append(lines)
     return folder
 
 

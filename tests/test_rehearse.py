@@ -195,7 +195,7 @@ def test_figures_are_of_the_windows_that_they_name(project: Path) -> None:
     # Row i is sent at START + 10 + i and done two seconds later: at virtual second 20 + 10 i of the run.
     folder = write_run(
         project, [row(i, submitted_at=START + 10 + i, completion_tokens=100 + i) for i in range(35)],
-        name="rehearsals/small-a", asked=40,
+        name="rehearsals/small-a", asked=40, fleet={"engine": "simulated"},
     )  # fmt: skip
     control.write_status(folder, status("stopped"))
     fleet = generate.fleet_folder(variant.spec, project)
@@ -296,6 +296,12 @@ def test_variants_through_the_real_thing_and_again(real: Path) -> None:
             assert found["calm", "steady_tok_per_s_per_gpu"] == pytest.approx(predicted, rel=0.05)
             assert found["calm", "steady_fleet_tok_per_s"] == pytest.approx(2 * predicted, rel=0.07)
     assert [path.name for path in (real / "outputs").iterdir()] == ["rehearsals"]
+    report = generate.run_folder(variant.spec, real)
+    assert report.name == "small-dies"
+    assert "Traceback" not in (report.notebooks / "04_report.html").read_text()
+    (rate,) = [each for each in json.loads((report.report / "comparison.json").read_text()) if "fleet" in each["what"]]
+    assert rate["small-calm (simulated)"] > 0
+    assert rate["last / first"] == rate["small-dies (simulated)"] / rate["small-calm (simulated)"]
 
 
 @pytest.mark.slow

@@ -6,22 +6,25 @@ import argparse
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from dfexp import rehearse
+from dfexp import generate, notebook, rehearse
 from dfexp.cli.attendant import stop_signals
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say, told
 from dfexp.errors import DfexpError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import project_root
+from dfexp.params import RunSpec
 
 
 def rehearsal(args: argparse.Namespace) -> int:
     """`dfexp rehearse PARAMS`: a run of SGLang servers, or variants of it, on simulated ones; takes no GPU."""
     root, speed = project_root(), [f"fleet.speed={args.speed}"] if args.speed else []
-    lines, outcome = list[dict[str, Any]](), EXIT_OK
+    lines, done, outcome = list[dict[str, Any]](), list[str](), EXIT_OK
     variants = rehearse.read(args.params, root, [*args.set, *speed], args.only, args.hours)
     for number in (signal.SIGTERM, signal.SIGHUP):  # they interrupt as Ctrl-C does, so that servers are stopped
         signal.signal(number, signal.default_int_handler)
@@ -37,6 +40,8 @@ def rehearsal(args: argparse.Namespace) -> int:
                 with stop_signals():  # a second Ctrl-C leaves no servers behind
                     rehearse.end(variant.spec, root)
             lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
+            tell(f"report: {_report(variant.spec, root, done)}")
+            done.append(variant.spec.run)
         except DfexpError as error:  # the other variants tell all the same
             outcome = told(f"{variant.name}: {error}", EXIT_FAILED)
     if lines:
@@ -47,3 +52,10 @@ def rehearsal(args: argparse.Namespace) -> int:
         shown = rehearse.frame(lines).to_string(), rehearse.about(variants[0]), f"Tables: {path}.csv, {path.name}.json"
         say(as_json if args.json else "\n\n".join((f"SIMULATED: {args.params}", *shown)))
     return outcome
+
+
+def _report(spec: RunSpec, root: Path, before: Sequence[str]) -> Path:
+    """04_report of a rehearsal, beside the runs that were rehearsed before it; returns its page."""
+    group = spec.report.model_copy(update={"compare": list(before)})
+    beside = spec.model_copy(update={"report": group})
+    return notebook.execute("04_report", beside, generate.run_folder(spec, root), root)

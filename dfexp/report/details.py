@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from dfexp.diagnose import Planned, diagnose
+from dfexp.diagnose import Finding, Planned, diagnose
 from dfexp.report.data import RunData
 from dfexp.report.overview import off_plan
 from dfexp.report.series import medians, occupied, server_rates, steady
@@ -40,7 +40,7 @@ def slots(data: RunData) -> Table:
     frame[f"idle {unit}-hours"] = units * frame["seconds"] * (1 - frame["occupied"]) / 3600
     note = "In flight, over what servers decode at once (over the most in flight where none says it). The middle: from"
     note += " the first to the last moment with nine tenths of the most in flight; the end is the tail."
-    note += " The run goes on: what is in flight now is not in it." if data.is_going else ""
+    note += " Rows are missing: there is no end yet." if data.missing else ""
     return of_frame("slots", "Start, middle and tail", frame, note)
 
 
@@ -55,10 +55,13 @@ def finish_reasons(data: RunData) -> Table:
 def findings(data: RunData, model: Planned | None) -> Table:
     """What limits the servers and what is wrong, over the whole run, by severity."""
     left = (data.status or {}).get("pending", data.missing) if data.is_going else None
+    found = [*off_plan(data, model), *diagnose(data.watched, rows_left=left, planned=model)]
+    alike = [[each for each in found if (each.kind, each.is_binding) == about]
+             for about in dict.fromkeys((each.kind, each.is_binding) for each in found)]  # fmt: skip
     lines = [
-        {"finding": each.kind, "of": each.server or "the fleet", "severity": each.severity, "evidence": each.evidence,
-         "gain": each.gain, "change": each.change or "-", "binding": "yes" if each.is_binding else "no"}
-        for each in (*off_plan(data, model), *diagnose(data.watched, rows_left=left, planned=model))
+        {"finding": kin[0].kind, "of": _of(kin), "severity": kin[0].severity, "evidence": kin[0].evidence,
+         "gain": kin[0].gain, "change": kin[0].change or "-", "binding": "yes" if kin[0].is_binding else "no"}
+        for kin in alike
     ]  # fmt: skip
     told = pd.Series([one.get("kind") for one in data.events if one["event"] == "finding"], dtype=object)
     note = "Over the whole run; gain: factor on tokens/s."
@@ -66,6 +69,11 @@ def findings(data: RunData, model: Planned | None) -> Table:
     counts = ", ".join(f"{kind} {count}" for kind, count in told.value_counts().items())
     note += f" Told while it ran: {counts}." if counts else ""
     return Table(name="findings", title="What limits it, and what is wrong", rows=lines, note=note)
+
+
+def _of(kin: Sequence[Finding]) -> str:
+    names = [each.server for each in kin]
+    return "the fleet" if None in names else f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}"
 
 
 def failures(data: RunData) -> Table:
@@ -111,7 +119,7 @@ def configurations(data: RunData) -> Table:
     lines = [
         {"config": config_id, "rows": int((data.rows["config_id"] == config_id).sum()),
          "made with": _pairs({key: config.get(key) for key in ("engine", "engine_version", "model")}),
-         "sampling": _pairs(config.get("sampling")), "fleet": _pairs(config.get("fleet"))}
+         "sampling": _pairs(config.get("sampling")), "fleet": _pairs({**(config.get("fleet") or {}), "plan": None})}
         for config_id, config in data.run.get("configs", {}).items()
     ]  # fmt: skip
     note = f"Versions: {_pairs(data.run.get('versions'))}."

@@ -8,6 +8,8 @@ from math import isfinite, nan, sqrt
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dfexp import params
 from dfexp.capacity.plan_command import predicted
 from dfexp.capacity.planner import make_plan
@@ -73,16 +75,16 @@ def _rows(data: RunData) -> Iterator[Line]:
 def _time(data: RunData) -> Iterator[Line]:
     """Durations, rates over all of the time, and what it cost."""
     rows, wall_s, (units, unit), parts = data.rows, data.ended - data.began, data.units, occupied(data)
+    used = np.average(parts["occupied"], weights=parts["seconds"]) if parts["seconds"].sum() > 0 else nan
     tokens, hours, latency = float(rows["completion_tokens"].sum()), units * wall_s / 3600, rows["latency_s"]
     over = f"finished rows, over the {duration(data.busy_s)} in which a request was in flight"
-    yield "wall time", wall_s, "s", "first request sent to last answer received, pauses between starts included"
+    yield "wall time", wall_s, "s", f"{duration(wall_s)}: first request to last answer, pauses between starts included"
     yield "busy time", data.busy_s, "s", "the part of it with at least one request of a finished row in flight"
     yield "time left", *time_left(data)
     yield "client rate", tokens / data.busy_s, _RATE, over
     yield "client rate, rows", len(rows) / data.busy_s, "completions/s", over
     yield "in flight, mean", float(latency.sum()) / data.busy_s, "requests", f"sum of latencies of {over}"
-    used = float((parts["seconds"] * parts["occupied"]).sum()) / wall_s if wall_s > 0 else nan
-    yield "slots occupied", used, "share", "in flight over what servers decode at once, over the wall time"
+    yield "slots occupied", float(used), "share", "in flight over what servers decode at once, as far as it is known"
     yield "latency, median", float(latency.median()), "s", "sent to last byte, queueing in the server included"
     yield "latency, 95th percentile", float(latency.quantile(0.95)), "s", "as above"
     yield f"{unit}-hours", hours, "h", f"{units:,} {unit}(s) times the wall time; loading models is not in it"
@@ -108,9 +110,9 @@ def time_left(data: RunData) -> tuple[float, str, str]:
     status, rate = data.status or {}, steady(data).decoded
     if data.is_going and status.get("eta_s") is not None:
         ends = " to ".join(duration(status.get(f"eta_{end}_s")) for end in ("low", "high"))
-        return float(status["eta_s"]), "s", f"as the run's process says; at 95 % {ends}"
+        return float(status["eta_s"]), "s", f"{duration(status['eta_s'])}: as its process says; at 95 % {ends}"
     left_s = data.missing * mean_tokens(data)[0] / rate if data.missing and rate > 0 else nan if data.missing else 0.0
-    return left_s, "s", "missing rows of the mean length, decoded as fast as above"
+    return left_s, "s", f"{duration(left_s)}: missing rows of the mean length, decoded as fast as above"
 
 
 def planned(data: RunData, root: Path) -> Planned | None:

@@ -61,8 +61,10 @@ def steady(data: RunData) -> Measured:
     if (window is None or window[1] - window[0] < _LEAST_S) and len(times):
         window, words = _full(times, level), f"at least {_FULL:.0%} of the most requests in flight"
     if window is None or window[1] - window[0] < _LEAST_S:
-        window, words = (data.began, _known_until(data)), "from the first request to the last answer"
-    return Measured(start=window[0], end=window[1], words=words, **_rates(data, *window))
+        window, words = (data.began, data.ended), "from the first request to the last answer"
+    start, end, known = *window, known_until(data)
+    end = known if start + _LEAST_S <= known < end else end
+    return Measured(start=start, end=end, words=words, **_rates(data, start, end))
 
 
 def _full(times: Array, level: Array) -> tuple[float, float]:
@@ -71,9 +73,9 @@ def _full(times: Array, level: Array) -> tuple[float, float]:
     return float(full[0]), float(full[-1])
 
 
-def _known_until(data: RunData) -> float:
-    """Until when all requests are known: of a run that goes on, those that are still open are in no file."""
-    return data.ended - (float(data.rows["latency_s"].max()) if data.is_going and data.missing else 0.0)
+def known_until(data: RunData) -> float:
+    """Until when all requests are known: those that are still open, or were cut off at the end, are in no file."""
+    return data.ended - (float(data.rows["latency_s"].max()) if data.missing else 0.0)
 
 
 def _rates(data: RunData, start: float, end: float) -> dict[str, float]:
@@ -83,7 +85,7 @@ def _rates(data: RunData, start: float, end: float) -> dict[str, float]:
     rows = sent, ended, data.rows["completion_tokens"].fillna(0.0).to_numpy()
     if not end > start:
         return rates
-    if end > _known_until(data) and data.is_going:
+    if end > known_until(data):
         only = server_rate(counters, start, end)
         return rates | {"server": only.value if only else np.nan}
     if found := reconcile(counters, rows, start, end, uncounted=int(data.engine != "llamacpp")):
@@ -127,7 +129,7 @@ def throughput(data: RunData) -> pd.DataFrame:
 
 def rates(data: RunData) -> pd.DataFrame:
     """The rates of each bin, all servers together, in completion tokens/s, under the names of `estimate.Reconciled`."""
-    bins = [] if data.rows.empty else list(pairwise(edges(data)))
+    bins = [] if data.rows.empty else list(pairwise([*edges(data)[:-1], data.ended]))
     lines = [(start - data.began, end - start, *_rates(data, start, end).values()) for start, end in bins]
     return pd.DataFrame(lines, columns=["start_s", "width_s", *_RATES])
 
@@ -158,11 +160,11 @@ def levels(rows: pd.DataFrame, most: float = np.inf) -> tuple[Array, Array, Arra
 
 
 def in_flight(data: RunData, steps: int = 600) -> pd.DataFrame:
-    """Requests of finished rows in flight: the mean of each step; `at_s` since the first request."""
+    """Requests in flight, as far as all are known: the mean of each step; `at_s` since the first request."""
     times, _, spent = levels(data.rows)
     if not len(times):
         return pd.DataFrame(columns=["at_s", "requests"], dtype=float)
-    places = np.linspace(data.began, data.ended, steps + 1)
+    places = np.linspace(data.began, known_until(data), steps + 1)
     means = np.diff(np.interp(places, times, spent)) / np.maximum(np.diff(places), 1e-9)
     return pd.DataFrame({"at_s": places[:-1] - data.began, "requests": means})
 
@@ -171,13 +173,14 @@ def occupied(data: RunData) -> pd.DataFrame:
     """Start, middle and end of a run: its seconds, and the share of the servers' slots that requests took up.
 
     The middle is from the first to the last moment with nine tenths of the most requests in flight. Where no server
-    says how many it decodes at once, the most in flight are the slots.
+    says how many it decodes at once, the most in flight are the slots. A run with missing rows has no end yet.
     """
     times, level, _ = levels(data.rows)
     if not len(times):
         return pd.DataFrame(columns=["part", "seconds", "slots", "occupied"])
     slots = data.slots or level.max()
     cuts = np.array([times[0], *_full(times, level), times[-1]])
-    used = np.diff(np.interp(cuts, times, levels(data.rows, slots)[2]))
-    parts = pd.DataFrame({"part": ["start", "middle", "end"], "seconds": np.diff(cuts), "slots": slots})
+    cuts = np.append(cuts[:2], max(cuts[1], min(cuts[2], known_until(data)))) if data.missing else cuts
+    used, names = np.diff(np.interp(cuts, times, levels(data.rows, slots)[2])), ["start", "middle", "end"]
+    parts = pd.DataFrame({"part": names[: len(used)], "seconds": np.diff(cuts), "slots": slots})
     return parts.assign(occupied=used / np.maximum(parts["seconds"] * slots, 1e-9))
