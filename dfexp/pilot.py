@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import hypot
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from dfexp.report.series import steady
 from dfexp.tables import duration, labelled, text
 
 _EXAMPLES, _MORE = 10, 1.1
-_ERROR, _GUESSED = 0.03, 1 / 2  # standard errors, as parts: of a rate, and of what it is taken to grow by
+# Standard errors, as parts: of a rate, and of what it is taken to grow by: with a plan that says so, and without.
+_ERROR, _PLANNED, _GUESSED = 0.03, 0.2, 0.5
 
 
 def write(folder: RunFolder, root: Path, sample: Sequence[int], seed: int) -> tuple[str, int]:
@@ -37,7 +38,8 @@ def write(folder: RunFolder, root: Path, sample: Sequence[int], seed: int) -> tu
     data = load(folder, examples=_EXAMPLES, seed=seed)
     model = planned(data, root)
     facts, findings = _facts(data, model, sample), [asdict(each) for each in off_plan(data, model)]
-    lines = [f"- {name.replace('_', ' ')}: {_shown(name, value)}" for name, value in facts.items()]
+    named = {name: name.replace("_per_s", "/s").removesuffix("_s").replace("_", " ") for name in facts}
+    lines = [f"- {named[name]}: {_shown(name, value)}" for name, value in facts.items()]
     lines += [f"- FINDING, {each['kind']}: {each['evidence']} Change: {each['change']}" for each in findings]
     note = "In brackets: 95 % of the chance. A rate is told at what was in flight, and extrapolated to all slots."
     title = f"# {labelled(f'Pilot of run {folder.name}', data.engine)}"
@@ -78,8 +80,8 @@ def _facts(data: RunData, model: Planned | None, sample: Sequence[int]) -> dict[
 
 def _rate(data: RunData) -> tuple[Estimate | None, float]:
     """Tokens/s of all servers in the steady window, and the requests in flight in it."""
-    found, rows = steady(data), data.rows
-    if not found.end > found.start:
+    found, rows = steady(replace(data, missing=0)), data.rows  # what is missing is not in flight: nothing is
+    if not found.decoded > 0:
         return None, 0.0
     held_s = rows["finished_at"].clip(upper=found.end) - rows["submitted_at"].clip(lower=found.start)
     rate = Estimate(value=found.decoded, error=_ERROR * found.decoded)
@@ -91,8 +93,8 @@ def _at_full(rate: Estimate | None, room: float, planned_rates: Sequence[float])
     if rate is None or room < _MORE:
         return rate
     factor = min(room, planned_rates[1] / planned_rates[0]) if planned_rates else (1 + room) / 2
-    error = hypot(factor * rate.error, _GUESSED * (factor - 1) * rate.value)
-    return Estimate(value=factor * rate.value, error=error)
+    grown = (_PLANNED if planned_rates else _GUESSED) * (factor - 1) * rate.value
+    return Estimate(value=factor * rate.value, error=hypot(factor * rate.error, grown))
 
 
 def _told(found: Estimate | None) -> dict[str, float] | None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dfexp import cli, control, fleet, params
+from dfexp import cli, control, fleet, generate, params
 from dfexp.cli.attendant import NOTEBOOKS
 from dfexp.layout import RunFolder
 from dfexp.shards import read_failures, read_rows
@@ -106,6 +106,7 @@ def test_a_wrong_file_is_a_clear_error_and_nothing_is_started(
         (["check", "params/small.yaml", "--set", "fleet.servers=0"], "fleet.servers"),
         (["check", "params/small.yaml", *EXTERNAL], "DFEXP_NO_SUCH_KEY"),
         (["run", "params/small.yaml", *EXTERNAL], "DFEXP_NO_SUCH_KEY"),
+        (["pilot", "params/small.yaml", "--rows", "0"], "--rows 0"),
         (["resume", "nobody"], "'nobody'"),
         (["stop", "nobody"], "'nobody'"),
         (["fleet", "down", "nobody"], "nobody"),
@@ -215,6 +216,33 @@ def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(pro
     again = run("resume", "small")
     assert again.returncode == 0, again.stderr
     assert counts(folder) == Counter(range(ROWS))
+
+
+@pytest.mark.slow
+def test_a_sample_goes_first_and_its_rows_count_for_the_run_that_uses_and_stops_its_servers(project: Path) -> None:
+    folder = RunFolder(project / "outputs" / "small")
+    first = run("pilot", "params/small.yaml", "--rows", "10", "--seed", "4", "--keep-fleet")
+    assert first.returncode == 0, first.stderr
+    sample = generate.drawn(ROWS + 1, 10, 4)
+    failed = {failure["index"] for failure in read_failures(folder.completions)}
+    assert counts(folder) == Counter(set(sample) - failed)
+    assert (folder.report / "pilot.md").read_text() in first.stdout
+    assert first.stdout.count("ended by ") == 10 - len(failed)
+    assert json.loads((folder.report / "pilot.json").read_text())["rows_left"] == ROWS + 1 - 10
+    assert processes_of(project), "its servers were to stay"
+    made = {row["index"]: row["text"] for row in read_rows(folder.completions)}
+    limited = run(
+        "run", "params/small.yaml", "--set", "limits.rows=6", "--set", "notify=echo told $DFEXP_EVENT >> told"
+    )
+    assert (limited.returncode, not processes_of(project)) == (3, True)
+    assert "limits.rows = 6 is reached" in limited.stderr
+    assert "dfexp resume small" in limited.stderr
+    assert sum(counts(folder).values()) == 16 - len(failed)
+    assert (project / "told").read_text() == "told stopped\n"
+    rest = run("resume", "small", "--set", "limits.rows=null")
+    assert rest.returncode == 0, rest.stderr
+    assert counts(folder) == Counter(range(ROWS))
+    assert made.items() <= {row["index"]: row["text"] for row in read_rows(folder.completions)}.items()
 
 
 @pytest.mark.slow

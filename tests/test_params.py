@@ -567,3 +567,46 @@ def test_the_same_engine_on_top_keeps_the_other_keys() -> None:
     base = {"fleet": {"engine": "llamacpp", "servers": 2}}
     assert merge(base, {"fleet": {"engine": "llamacpp", "threads": 1}})["fleet"]["servers"] == 2
     assert merge(base, {"fleet": {"threads": 1}})["fleet"]["servers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"rows": 0}, "limits.rows = 0: must be greater than or equal to 1."),
+        ({"rows": 1.5}, "limits.rows = 1.5: must be a valid integer."),
+        ({"hours": 0}, "limits.hours = 0: must be greater than 0."),
+        ({"hours": math.inf}, "limits.hours = inf: must be a finite number."),
+        ({"days": 1}, "limits.days = 1: unknown key."),
+    ],
+)
+def test_a_limit_is_a_number_of_rows_or_hours(limits: dict[str, Any], message: str) -> None:
+    assert mistake(limits=limits).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'curl -H "Authorization: Bearer $NTFY_TOKEN" -d "$DFEXP_MESSAGE" https://example.org/topic',
+        "curl https://user:${PASSWORD}@example.org -d @-",
+        "./tell.sh --token=$TOKEN",
+        "cat >> events.txt",
+    ],
+)
+def test_a_command_takes_its_secrets_from_the_environment(line: str) -> None:
+    assert validate({**GOOD, "notify": line}, "test").notify == line
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('curl -H "Authorization: Bearer abcdefgh"', "it seems to hold a secret"),
+        ("curl https://user:abcdefgh@example.org", "it seems to hold a secret"),
+        ("/usr/bin/tell --token=abcdefgh", "it seems to hold a secret"),
+        ("  ", "String should match pattern"),
+        (["cat"], "must be a valid string"),
+    ],
+)
+def test_a_command_with_a_secret_or_without_words_is_wrong(line: object, message: str) -> None:
+    said = mistake(notify=line)
+    assert message in said
+    assert "abcdefgh" not in said
