@@ -85,4 +85,5 @@ def write_prompts(variant: Variant, path: Path) -> None:
     sizes, writer = drawn_many(variant.setting.workload.prompt, variant.spec.prompts.limit or 0, seed=1), Writer(1)
     with disk(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"".join(encode_line({"prompt": writer.prompt(*pair)}) for pair in enumerate(sizes.tolist())))
+        with path.open("wb") as file:
+            file.writelines(encode_line({"prompt": writer.prompt(*pair)}) for pair in enumerate(sizes.tolist()))
