@@ -68,7 +68,9 @@ async def sampled(
             held.set()
 
     limits = ServerLimits(max_running_requests=16)
-    sampler = Sampler(fleet, path, interval_s=interval_s, now=now, limits=lambda name: limits, taken=take)
+    sampler = Sampler(
+        fleet=fleet, path=path, interval_s=interval_s, now=now, limits=lambda name: limits, taken=take
+    )  # fmt: skip
     task = asyncio.create_task(sampler.run())
     await asyncio.wait_for(held.wait(), 30.0)
     task.cancel()

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from dfexp.diagnose import STALLED_S
-from dfexp.estimate import Estimate, InFlight, Lengths, flights_rate, lengths_of, server_rate, time_left
+from dfexp.estimate import Estimate, InFlight, flights_rate, lengths_of, server_rate, time_left
 from dfexp.records import Answer, EngineSample
 from dfexp.sampler import KEPT_S
 
@@ -138,6 +138,7 @@ class Progress:
         flights = [traffic.flight for traffic in self.servers.values()]
         ages = [age for flight in flights for age in flight.ages(now)]
         lengths, counted = lengths_of(self.lengths, ages, limit=limit), rate_of(samples, now - window_s, now)
+        mean = lengths and lengths.mean
         rate = counted if counted and counted.value and left else flights_rate(flights)
         eta = time_left(lengths, rows_left=left, ages=ages, rate=rate, alone_tok_per_s=alone_tok_per_s)
         eta = None if eta and left and eta.error > eta.value / 2 else eta  # after a handful of answers: a guess
@@ -148,7 +149,7 @@ class Progress:
             "rows_per_s": rows / window_s,
             "client_tok_per_s": tokens / window_s,
             "server_tok_per_s": counted and counted.value,
-            "mean_completion_tokens": _bounds(lengths),
+            "mean_completion_tokens": mean and {"value": mean.value, "low": mean.interval[0], "high": mean.interval[1]},
             "eta_s": eta and eta.value,
             "eta_low_s": eta and eta.interval[0],
             "eta_high_s": eta and eta.interval[1],
@@ -166,13 +167,6 @@ def rate_of(samples: Iterable[Sequence[EngineSample]], start: float, end: float)
 def _spanned(samples: Sequence[EngineSample]) -> float:
     """Seconds of the last so many samples."""
     return samples[-1].at - samples[-_SAMPLES].at if len(samples) >= _SAMPLES else 0.0
-
-
-def _bounds(lengths: Lengths | None) -> dict[str, float] | None:
-    if lengths is None:
-        return None
-    low, high = lengths.mean.interval
-    return {"value": lengths.mean.value, "low": low, "high": high}
 
 
 def _about(tokens: int) -> int:

@@ -56,8 +56,8 @@ class Overview:
         lengths = {int(tokens): int(number) for tokens, number in known.items()}
         self.progress = Progress(self._now(), lengths=lengths)
         self._sampler = Sampler(
-            setup.fleet, setup.folder.metrics, interval_s=setup.spec.generation.sample_interval_s, now=self._now,
-            limits=self._limits, taken=self._sampled,
+            fleet=setup.fleet, path=setup.folder.metrics, interval_s=setup.spec.generation.sample_interval_s,
+            now=self._now, limits=self._limits, taken=self._sampled,
         )  # fmt: skip
         self._findings: list[Finding] = []
         self._told: dict[tuple[str, str | None], float] = {}  # and when it was last so, monotonic seconds
@@ -105,7 +105,7 @@ class Overview:
     async def _look(self) -> None:
         """Diagnose now and then. The plan of the servers' settings, which takes a second, is made when they change."""
         while True:
-            await asyncio.sleep(_LOOKS * self._s.spec.generation.sample_interval_s)
+            await asyncio.sleep(_LOOKS * self._sampler.interval_s)
             if self._planned_for != (group := self._s.fleet.group):
                 self._plan, self._planned_for = await asyncio.to_thread(self._planned, group), group
             if self._state == "running":
