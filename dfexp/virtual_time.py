@@ -67,7 +67,7 @@ class LiveClock:
         """Virtual seconds now; never fewer than before."""
         if abs((at := time.time()) - self._looked) > _LOOK_S:
             self._looked = at
-            with contextlib.suppress(OSError), self._path.open("rb") as file:
+            with contextlib.suppress(OSError, ValueError, KeyError), self._path.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - 512))
                 lines = [decode_line(line) for line in file.read().split(b"\n")[-3:-1] if line.startswith(b"{")]
                 self._lines = [(line["real_at"], line["virtual_s"]) for line in lines] or self._lines

@@ -124,20 +124,21 @@ class Progress:
         *,
         left: int,
         limit: float | None,
-        samples: Iterable[Sequence[EngineSample]],
+        samples: Mapping[str, Sequence[EngineSample]],
         alone_tok_per_s: float | None = None,
     ) -> dict[str, Any]:
         """Rates over a window that ends now, the mean length, and the seconds that are left, each with 95 % bounds.
 
-        Args: left, rows that were not sent; limit, tokens that no answer can exceed; samples, of each server;
+        Args: left, rows that were not sent; limit, tokens that no answer can exceed; samples, by server;
         alone_tok_per_s, speed of a request that has a server for itself.
         """
-        samples, since_s = list(samples), max(now - self._started, 1e-9)
-        window_s = min(since_s, max(WINDOW_S, *(_spanned(each) for each in samples), 0.0))
-        rows, tokens = self._recent.since(now - window_s)
+        since_s = max(now - self._started, 1e-9)
+        window_s = min(since_s, max(WINDOW_S, *map(_spanned, samples.values()), 0.0))
+        then = now - window_s
+        rows, tokens = self._recent.since(then)
         flights = [traffic.flight for traffic in self.servers.values()]
         ages = [age for flight in flights for age in flight.ages(now)]
-        lengths, counted = lengths_of(self.lengths, ages, limit=limit), rate_of(samples, now - window_s, now)
+        lengths, counted = lengths_of(self.lengths, ages, limit=limit), rate_of(samples.values(), then, now)
         mean = lengths and lengths.mean
         rate = counted if counted and counted.value and left else flights_rate(flights)
         eta = time_left(lengths, rows_left=left, ages=ages, rate=rate, alone_tok_per_s=alone_tok_per_s)
@@ -154,6 +155,13 @@ class Progress:
             "eta_low_s": eta and eta.interval[0],
             "eta_high_s": eta and eta.interval[1],
             "history": {"step_s": self.history.step_s, "tok_per_s": self.history.points},
+            "rates": {
+                name: {
+                    "server_tok_per_s": (one := rate_of([samples.get(name, ())], then, now)) and one.value,
+                    "client_tok_per_s": traffic.recent.since(then)[1] / window_s,
+                }
+                for name, traffic in self.servers.items()
+            },
             "lengths": {str(tokens): number for tokens, number in self.lengths.items()},
         }
 

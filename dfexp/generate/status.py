@@ -20,7 +20,7 @@ from dfexp.diagnose import Finding, Planned, Watched, diagnose
 from dfexp.errors import DfexpError, StorageError
 from dfexp.fleet import Fleet
 from dfexp.generate.lane import Lane
-from dfexp.generate.progress import Progress, Traffic, rate_of
+from dfexp.generate.progress import Progress, Traffic
 from dfexp.params import AnyFleet, SimulatedFleet
 from dfexp.quality import garbage
 from dfexp.records import Answer, EngineSample, Failure, ServerLimits
@@ -63,7 +63,8 @@ class Overview:
         self._told: dict[tuple[str, str | None], float] = {}  # and when it was last so, monotonic seconds
         self._plan: Planned | None = None
         self._planned_for: AnyFleet | None = None
-        self._state, self._next_judged = "running", 0.0
+        self._state, self._next_judged, self._has_failed = "running", 0.0, False
+        self._estimated = self.progress.estimates(self._now(), left=0, limit=None, samples={})
 
     async def run(self) -> None:
         """Sample and look for findings until cancelled. A defect in that costs knowledge, never a row."""
@@ -72,8 +73,13 @@ class Overview:
                 tasks.create_task(self._sampler.run())
                 tasks.create_task(self._look())
         except* Exception as errors:
-            traceback.print_exc()
-            self._s.events.record("watching_failed", detail=repr(errors.exceptions[0]))
+            self._failed(errors.exceptions[0])
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._has_failed:
+            traceback.print_exception(error)
+            self._s.events.record("watching_failed", detail=repr(error))
+        self._has_failed = True
 
     def sent(self, server: str, index: int) -> None:
         """A row goes to a server."""
@@ -160,10 +166,13 @@ class Overview:
 
     def _status(self, held: Sequence[Failure], **more: Any) -> dict[str, Any]:
         setup, now, shards = self._s, self._now(), self._s.shards
-        estimates = self.progress.estimates(
-            now, left=len(self._queue), limit=self._longest(), samples=self._sampler.recent.values(),
-            alone_tok_per_s=self._plan.tok_per_s(1) if self._plan else None,
-        )  # fmt: skip
+        try:
+            self._estimated = self.progress.estimates(
+                now, left=len(self._queue), limit=self._longest(), samples=self._sampler.recent,
+                alone_tok_per_s=self._plan.tok_per_s(1) if self._plan else None,
+            )  # fmt: skip
+        except Exception as error:
+            self._failed(error)
         kinds = Counter(shards.failures_by_kind()) + Counter(one.kind for one in held)
         return {
             "state": self._state,
@@ -178,12 +187,12 @@ class Overview:
             "pending": len(self._queue),
             "in_flight": sum(len(lane.tasks) for lane in self._lanes),
             "done_before": self._done_before,
-            **estimates,
+            **{name: value for name, value in self._estimated.items() if name != "rates"},
             "failures_by_kind": dict(kinds),
             "flags": dict(self.progress.flags),
             **more,
             "findings": [asdict(each) for each in self._findings[:_MOST_FINDINGS]],
-            "servers": [self._server(lane, now, estimates["window_s"]) for lane in self._lanes],
+            "servers": [self._server(lane, now, self._estimated["window_s"]) for lane in self._lanes],
         }
 
     def _longest(self) -> float | None:
@@ -193,13 +202,11 @@ class Overview:
         return float(asked) if asked != "fit" else float(max(contexts)) if contexts else None
 
     def _server(self, lane: Lane, now: float, window_s: float) -> dict[str, Any]:
-        """A server's part: its lane, its gauges where it has told them of late, and both rates."""
+        """A server's part: its lane, its gauges where it has told them of late, and the rates of both sides."""
         samples = self._sampler.recent[lane.name]
         last = samples[-1] if samples and samples[-1].at >= now - window_s else None
         gauges = {name: getattr(last, name, None) for name in _GAUGES}
         if gauges["full_token_usage"] is None:
             gauges["full_token_usage"] = getattr(last, "token_usage", None)  # of a model with one pool
-        decoded, then = rate_of([samples], now - window_s, now), now - window_s
-        rates = {"server_tok_per_s": decoded and decoded.value}
-        rates["client_tok_per_s"] = self._traffic(lane.name).recent.since(then)[1] / window_s
+        rates = self._estimated["rates"].get(lane.name, {"server_tok_per_s": None, "client_tok_per_s": 0.0})
         return {**lane.status(), **gauges, **rates}

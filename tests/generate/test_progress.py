@@ -21,7 +21,7 @@ def answer(tokens: int | None, *flags: str) -> Answer:
 
 
 def estimates(progress: Progress, now: float, **given: Any) -> dict[str, Any]:
-    return progress.estimates(now, **{"left": 10, "limit": None, "samples": (), **given})
+    return progress.estimates(now, **{"left": 10, "limit": None, "samples": {}, **given})
 
 
 def counter(at: float, tokens: float) -> EngineSample:
@@ -103,7 +103,7 @@ def test_early_answers_are_short_and_the_estimates_are_not() -> None:
         del ends[index]
         progress.answered("a", index, now, answer(lengths[index]))
         send(now)
-    samples = [[counter(at, at * 1000.0) for at in range(0, 61, 5)]]
+    samples = {"a": [counter(at, at * 1000.0) for at in range(0, 61, 5)]}
     told = estimates(progress, 60.0, left=len(lengths) - place, limit=1900.0, samples=samples)
     mean = sum(progress.lengths[size] * size for size in progress.lengths) / progress.rows
     assert mean < 500
@@ -111,11 +111,12 @@ def test_early_answers_are_short_and_the_estimates_are_not() -> None:
     assert told["server_tok_per_s"] == pytest.approx(1000)
     assert told["eta_low_s"] < 1000 * 20_000 / 1000 - 60 < told["eta_high_s"]
     assert told["client_tok_per_s"] < 500
+    assert told["rates"]["a"] == {name: told[name] for name in ("server_tok_per_s", "client_tok_per_s")}
 
 
 def test_samples_that_are_far_apart_make_the_window_longer() -> None:
     progress = Progress(0.0)
-    samples = [[counter(40.0 * number, 4000.0 * number) for number in range(30)]]
+    samples = {"a": [counter(40.0 * number, 4000.0 * number) for number in range(30)]}
     told = estimates(progress, 1160.0, samples=samples)
     assert told["window_s"] == 440
     assert told["server_tok_per_s"] == pytest.approx(100)
