@@ -86,9 +86,9 @@ def gap(data: report.RunData) -> Chart:
 
 def in_flight(data: report.RunData) -> Chart:
     """Requests in flight, running and queued over time, against what the servers decode at once."""
-    sent, said, (unit_s, title) = series.in_flight(data), series.gauges(data), _time_axis(data)
-    style = {"line": {"shape": "hv", "width": 1.8}, "fill": "tozeroy", "fillcolor": "rgba(0,114,178,0.12)"}
-    figure = go.Figure(go.Scatter(x=sent["at_s"] / unit_s, y=sent["requests"], name="in flight (client)", **style))
+    sent, said, figure = series.in_flight(data), series.gauges(data), go.Figure()
+    x, width, title = _bins(data, sent)
+    figure.add_bar(x=x, y=sent["requests"], width=width, name="in flight (client)", opacity=0.4)
     _lines(figure, data, said, {name: f"{words} (servers)" for name, words in series.REQUESTS.items()})
     if data.slots:
         words = {"text": f"the servers decode {data.slots:,} at once", "x": 0, "xanchor": "left", "yanchor": "bottom"}
@@ -102,8 +102,8 @@ def usages(data: report.RunData) -> Chart | None:
     said, figure = series.gauges(data), go.Figure()
     _lines(figure, data, said, series.POOLS)
     subtitle = f"Share in use, mean of servers and of each {_width(said)}; at its cap the state pool may show 2/3 or 1"
-    made = finish(figure, _source(data), "Usage of both pools", subtitle, _time_axis(data)[1], "share in use")
-    return made if figure.data else None
+    words = "Usage of both pools", subtitle, _time_axis(data)[1], "share in use"
+    return finish(figure, _source(data), *words) if figure.data else None
 
 
 def usages_by_running(data: report.RunData) -> Chart | None:
@@ -116,8 +116,8 @@ def usages_by_running(data: report.RunData) -> Chart | None:
     for cap in {each.limits.max_running_requests for each in data.watched if each.limits.max_running_requests}:
         figure.add_vline(x=cap, line={"dash": "dash", "color": "#444"}, annotation={"text": f"cap {cap}"})
     subtitle = f"One point a sample of one server, evenly drawn from {len(data.samples):,}"
-    made = finish(figure, _source(data), "Usage against running requests", subtitle, "running requests", "share in use")
-    return made if figure.data else None
+    told = "Usage against running requests", subtitle, "running requests", "share in use"
+    return finish(figure, _source(data), *told) if figure.data else None
 
 
 def _lines(figure: go.Figure, data: report.RunData, frame: pd.DataFrame, columns: Mapping[str, str]) -> None:
@@ -170,8 +170,8 @@ def events(data: report.RunData) -> Chart | None:
         marker, x = {"size": 11, "symbol": "diamond", "opacity": 0.7}, (part["at"] - began) / unit_s
         figure.add_scatter(x=x, y=part["event"], mode="markers", name=str(server), marker=marker)
     figure.update_layout(yaxis={"type": "category"}, height=230 + 26 * marks["event"].nunique())
-    made = finish(figure, _source(data), "What happened, and when", "Sealed shards are left out", title, "event")
-    return made if found else None
+    words = "What happened, and when", "Sealed shards are left out", title, "event"
+    return finish(figure, _source(data), *words) if found else None
 
 
 def compared(data: report.RunData, others: Mapping[str, report.RunData | None]) -> Chart | None:
@@ -183,8 +183,8 @@ def compared(data: report.RunData, others: Mapping[str, report.RunData | None]) 
         x, name = (rates["start_s"] + rates["width_s"] / 2) / unit_s, labelled(run.folder.name, run.engine)
         figure.add_scatter(x=x, y=y, name=name, line={"width": 2})
     subtitle = "Decoded by all servers of a run, by their counters, else by its rows; from its own first request on"
-    made = finish(figure, _source(data), "Runs beside each other", subtitle, title, "completion tokens/s")
-    return made if figure.data[1:] else None
+    words = "Runs beside each other", subtitle, title, "completion tokens/s"
+    return finish(figure, _source(data), *words) if figure.data[1:] else None
 
 
 def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y: str) -> Chart:

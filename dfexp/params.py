@@ -210,10 +210,8 @@ class BaselinePart(Group):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if (self.tok_per_s is None) == (self.run is None):
-            raise ValueError("give tok_per_s, or run: exactly one of the two")
-        if self.name is None and self.run is None:
-            raise ValueError("give it a name")
+        if (self.tok_per_s is None) == (self.run is None) or (self.name or self.run) is None:
+            raise ValueError("give name and tok_per_s, or run: exactly one of the two")
         return self
 
 

@@ -16,7 +16,6 @@ from dfexp.figures import Chart
 from dfexp.layout import RunFolder
 from dfexp.params import BaselinePart, ReportGroup
 from dfexp.report import RunData, details, series
-from dfexp.report.examples import _example
 from dfexp.tables import Table, duration, text
 from tests.finished_run import START, failure, row, write_run
 
@@ -108,8 +107,7 @@ def test_requests_in_flight_integrate_to_the_latencies(tmp_path: Path) -> None:
     rows = [row(i, latency_s=0.5 + i % 7) for i in range(50)]
     data = report.load(write_run(tmp_path, rows))
     found = series.in_flight(data)
-    step_s = found["at_s"][1]
-    assert found["requests"].sum() * step_s == pytest.approx(sum(each.latency_s for each in rows), rel=1e-4)
+    assert (found["requests"] * found["width_s"]).sum() == pytest.approx(sum(each.latency_s for each in rows), rel=1e-4)
 
 
 def test_examples_are_drawn_by_seed_and_index_alone(tmp_path: Path) -> None:
@@ -217,7 +215,7 @@ def test_examples_are_escaped_and_complete() -> None:
         "latency_s": 1.25,
         "server": "s", "flags": ["empty"], "submitted_at": START,
     }  # fmt: skip
-    page = _example(row)
+    page = details._example(row)
     for shown in ("&lt;i&gt;", "&lt;b&gt;1 &lt; 2&lt;/b&gt;", "&amp;", "&lt;hr&gt;", "cut for length", "empty"):
         assert shown in page
     assert "<hr>" not in page

@@ -15,7 +15,7 @@ from dfexp import jsonl
 from dfexp.params import ReportGroup
 from dfexp.report import details, overview, series
 from dfexp.report.data import RunData, load
-from dfexp.report.examples import examples, split_thought
+from dfexp.report.details import examples, split_thought
 from dfexp.report.overview import summary
 from dfexp.tables import Table, duration, labelled, text
 

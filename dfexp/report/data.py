@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from heapq import nsmallest
 from itertools import islice
+from math import nan
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +22,7 @@ from dfexp import control, jsonl, shards
 from dfexp.capacity.flags import own_name
 from dfexp.diagnose import Watched
 from dfexp.errors import RunError
+from dfexp.estimate import Array
 from dfexp.layout import FleetFolder, RunFolder
 from dfexp.records import EngineSample, ServerLimits
 from dfexp.tables import SIMULATED
@@ -135,7 +137,9 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
         events = [{**event, "at": float(clock.of(event["at"]))} for event in events]
     failed, asked = list(shards.read_failures(folder.completions)), int(run["prompts"]["asked"])
     data = RunData(
-        folder=folder, run=run, asked=asked, missing=asked - len(rows) - len(failed), rows=rows, busy_s=_busy_s(rows),
+        folder=folder, run=run, asked=asked, missing=asked - len(rows) - len(failed), rows=rows,
+        busy_s=max(1e-9, levels(rows, 1)[2][-1]) if len(rows) else nan,  # a simulated clock may stand still
+
         status=control.read_status(folder), is_going=control.living_process(folder) is not None, samples=samples,
         gpus=gpus, is_virtual=clock is not None, failures=failed, watched=(),
         events=events, examples=sorted(draw.kept, key=itemgetter("index")),
@@ -175,11 +179,15 @@ class _Draw:
         return blake2b(f"{self._seed}:{row['index']}".encode()).digest()
 
 
-def _busy_s(rows: pd.DataFrame) -> float:
-    times = rows[["submitted_at", "finished_at"]].sort_values("submitted_at")
-    ends = times["finished_at"].cummax()
-    pauses_s = (times["submitted_at"] - ends.shift()).clip(lower=0).sum()
-    return float(np.maximum(ends.max() - times["submitted_at"].min() - pauses_s, 1e-9))  # a simulated clock may stand
+def levels(rows: pd.DataFrame, most: float = np.inf) -> tuple[Array, Array, Array]:
+    """Requests of finished rows in flight: when they change, how many from then on, and request-seconds until then.
+
+    Args: most, requests that count at once.
+    """
+    times = np.concatenate([rows["submitted_at"], rows["finished_at"]])
+    order = np.argsort(times, kind="stable")
+    times, level = times[order], np.cumsum(np.repeat([1.0, -1.0], len(rows))[order])
+    return times, level, np.append(0.0, np.cumsum(np.minimum(level, most)[:-1] * np.diff(times)))[: len(times)]
 
 
 def _samples(folder: RunFolder) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from dfexp.diagnose import phase
 from dfexp.estimate import Array, Samples, client_rate, reconcile, server_rate, tokens_in_flight
-from dfexp.report.data import RunData
+from dfexp.report.data import RunData, levels
 
 REQUESTS = {"num_running_reqs": "running", "num_queue_reqs": "queued"}
 POOLS = {"full_token_usage": "KV usage", "mamba_usage": "state usage"}
@@ -134,6 +134,16 @@ def rates(data: RunData) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["start_s", "width_s", *_RATES])
 
 
+def in_flight(data: RunData) -> pd.DataFrame:
+    """Requests in flight, as far as all are known: the mean of each bin."""
+    (times, _, spent), places = levels(data.rows), edges(data)
+    if not len(times):
+        return pd.DataFrame(columns=["start_s", "width_s", "requests"], dtype=float)
+    places = np.append(places[places < known_until(data)], known_until(data))
+    means = np.diff(np.interp(places, times, spent)) / np.diff(places)
+    return pd.DataFrame({"start_s": places[:-1] - data.began, "width_s": np.diff(places), "requests": means})
+
+
 def gauges(data: RunData) -> pd.DataFrame:
     """What servers said, means by bin: requests of all of them together, usages of the mean server."""
     looks = data.samples[data.samples["at"] <= data.ended]
@@ -146,27 +156,6 @@ def medians(data: RunData, found: Measured) -> pd.DataFrame:
     """What each server said in a window: a line a server, medians of its gauges, under their words."""
     inside, words = data.samples[data.samples["at"].between(found.start, found.end)], REQUESTS | POOLS
     return inside.groupby(inside["server"].astype(str))[list(words)].median().rename(columns=words)
-
-
-def levels(rows: pd.DataFrame, most: float = np.inf) -> tuple[Array, Array, Array]:
-    """Requests of finished rows in flight: when they change, how many from then on, and request-seconds until then.
-
-    Args: most, requests that count at once.
-    """
-    times = np.concatenate([rows["submitted_at"], rows["finished_at"]])
-    order = np.argsort(times, kind="stable")
-    times, level = times[order], np.cumsum(np.repeat([1.0, -1.0], len(rows))[order])
-    return times, level, np.append(0.0, np.cumsum(np.minimum(level, most)[:-1] * np.diff(times)))[: len(times)]
-
-
-def in_flight(data: RunData, steps: int = 600) -> pd.DataFrame:
-    """Requests in flight, as far as all are known: the mean of each step; `at_s` since the first request."""
-    times, _, spent = levels(data.rows)
-    if not len(times):
-        return pd.DataFrame(columns=["at_s", "requests"], dtype=float)
-    places = np.linspace(data.began, known_until(data), steps + 1)
-    means = np.diff(np.interp(places, times, spent)) / np.maximum(np.diff(places), 1e-9)
-    return pd.DataFrame({"at_s": places[:-1] - data.began, "requests": means})
 
 
 def occupied(data: RunData) -> pd.DataFrame:
