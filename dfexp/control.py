@@ -21,6 +21,7 @@ from dfexp.processes import ProcessId
 
 STOP, STOP_NOW, RECONFIGURE = "stop", "stop_now", "reconfigure"
 FINAL_STATES = frozenset({"ended", "stopped", "failed"})
+_END_S = 90.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,13 @@ def living_process(folder: RunFolder) -> ProcessId | None:
         return None
     process = ProcessId(int(status["pid"]), str(status["process_started"]))
     return process if process.is_alive() else None
+
+
+def going_on(folder: RunFolder) -> ProcessId | None:
+    """The generating process of this run. One that has told its end is waited for: its `notify` may still run."""
+    if (read_status(folder) or {}).get("state") in FINAL_STATES:
+        wait_until(lambda: living_process(folder) is None, _END_S)
+    return living_process(folder)
 
 
 def send(folder: RunFolder, verb: str, **args: Any) -> None:

@@ -71,10 +71,10 @@ def _facts(data: RunData, model: Planned | None, sample: Sequence[int]) -> dict[
         "in_flight": in_flight, "tok_per_s": _told(rate), "slots": slots, "tok_per_s_with_all_slots": _told(full),
         "rows_left": data.missing, "time_left_s": _told(eta),
     }  # fmt: skip
-    if model and one:
-        mean, planned_rate = model.setting.workload.completion.mean, one[1] * len(data.watched)
-        plan = (mean, planned_rate, data.missing * mean / planned_rate)
-        facts |= zip(("planned_mean_tokens", "planned_tok_per_s", "planned_time_left_s"), plan, strict=True)
+    if model and data.watched:
+        facts |= {"planned_mean_tokens": (mean := model.setting.workload.completion.mean),
+                  "planned_tok_per_s": (full_rate := one[1] * len(data.watched)),
+                  "planned_time_left_s": data.missing * mean / full_rate}  # fmt: skip
     return facts
 
 

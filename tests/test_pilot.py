@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dfexp import pilot
-from dfexp.jsonl import write_json
+from dfexp.jsonl import read_json, write_json
 from dfexp.layout import RunFolder
+from dfexp.params import validate
 from tests.finished_run import failure, row, status, write_run
 
 ASKED = 1000
@@ -75,3 +76,20 @@ def test_nothing_done_is_told_as_not_known(tmp_path: Path) -> None:
     page, missing = pilot.write(made, tmp_path, [0, 1], 0)
     assert missing == 1
     assert "- time left: -" in page
+
+
+def test_with_a_plan_it_stands_beside_it_and_leaving_it_is_a_finding(tmp_path: Path) -> None:
+    made = folder(tmp_path, in_flight=2)
+    recorded = read_json(made.run_json)
+    flags = {"mem_fraction_static": 0.9, "mamba_strategy": "no_buffer"}
+    fleet = {"engine": "sglang", "model": "/models/Qwen3.6-27B", "servers": 2, "flags": flags}
+    plan = {"gpu": "rtx-pro-6000", "prompt": {"tokens": 150}, "completion": {"tokens": 20}, "shared_prefix_share": 0.0}
+    spec = validate({"run": "demo", "fleet": fleet, "prompts": {"path": "p.jsonl"}, "plan": plan}, "test")
+    write_json(made.run_json, {**recorded, "spec": spec.model_dump()})
+    page, _ = pilot.write(made, tmp_path, range(42), 0)
+    facts = json.loads((made.report / "pilot.json").read_text())
+    assert facts["planned_mean_tokens"] == 20
+    assert facts["planned_time_left_s"] == pytest.approx((ASKED - 42) * 20 / facts["planned_tok_per_s"])
+    assert 1.0 < facts["tok_per_s_with_all_slots"]["value"] / facts["tok_per_s"]["value"] < 4.0
+    assert "completion tokens, mean" in facts["findings"][0]["kind"]
+    assert page.count("\n- FINDING, ") == len(facts["findings"]) > 0

@@ -20,19 +20,14 @@ NOTEBOOKS = ("01_launch_fleet", "02_capacity", "03_generate", "04_report")
 
 
 def run_notebooks(
-    spec: RunSpec,
-    folder: RunFolder,
-    root: Path,
-    *,
-    retry_failed: Sequence[str] | None = None,
-    sample: tuple[int, int] | None = None,
-    keeps_fleet: bool = False,
-) -> int:
+    spec: RunSpec, folder: RunFolder, root: Path, *, retry_failed: Sequence[str] | None = None,
+    sample: tuple[int, int] | None = None, keeps_fleet: bool = False,
+) -> int:  # fmt: skip
     """Run 01 to 04, stop the fleet if this started it and may, and say where everything is.
 
     With a `sample`, of so many rows drawn with such a seed, only that is done after 01.
     """
-    if (living := generate.going_on(folder)) is not None:
+    if (living := control.going_on(folder)) is not None:
         raise RunError(
             f"run {folder.name!r} is running already (pid {living.pid}). Look in: dfexp status {folder.name}; "
             f"stop it: dfexp stop {folder.name}."

@@ -31,8 +31,8 @@ async def tell(line: str | None, folder: RunFolder, events: EventLog, event: str
         return
     told = {"event": event, "run": folder.name, "message": message}
     # Words of servers may hold what no environment takes.
-    texts = {f"DFEXP_{key.upper()}": repair_text(text)[0].replace("\0", "") for key, text in told.items()}
-    env = {**os.environ, **{name: text[:_MOST_CHARACTERS] for name, text in texts.items()}}
+    plain = {key: repair_text(text)[0].replace("\0", "")[:_MOST_CHARACTERS] for key, text in told.items()}
+    env = {**os.environ, **{f"DFEXP_{key.upper()}": text for key, text in plain.items()}}
     given = json.dumps({**told, "folder": str(folder.path), "status": control.read_status(folder)}).encode()
     try:
         process = await asyncio.create_subprocess_shell(line, stdin=PIPE, env=env, start_new_session=True)

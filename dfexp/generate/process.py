@@ -60,7 +60,7 @@ def generate(
     *,
     owner: ProcessId | None,
     retry_failed: Collection[str],
-    sample: Sequence[int] | None = None,
+    sample: Sequence[int] | None,
 ) -> tuple[str, str]:
     """Do one start of a run in this process. Returns its last state, and what came of it in words.
 

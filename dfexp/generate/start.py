@@ -24,7 +24,6 @@ from dfexp.processes import ProcessId
 from dfexp.prompts import freeze
 
 START_TIMEOUT_S = 180.0
-_END_S = 90.0
 CHANGE = "dfexp fleet reconfigure"
 """The purpose of a lease that a change of an idle fleet holds; a run waits for its end."""
 
@@ -103,11 +102,7 @@ def keep_frozen(folder: RunFolder, root: Path) -> None:
 
 
 def start(
-    spec: RunSpec,
-    root: Path,
-    *,
-    retry_failed: Collection[str] | None = None,
-    sample: tuple[int, int] | None = None,
+    spec: RunSpec, root: Path, *, retry_failed: Collection[str] | None = None, sample: tuple[int, int] | None = None
 ) -> RunFolder:
     """Start the generating process of a run, or attach to the one that runs. Returns once it works.
 
@@ -123,7 +118,7 @@ def start(
     """
     folder = prepare(spec, root)
     with _one_at_a_time(folder):
-        if going_on(folder) is not None:
+        if control.going_on(folder) is not None:
             _check_same(spec, folder)
             return folder
         the_fleet = fleet.attach(fleet_folder(spec, root))
@@ -133,13 +128,6 @@ def start(
             folder.control.mkdir(exist_ok=True)
         _spawn(folder, root, retry_failed, sample)
     return folder
-
-
-def going_on(folder: RunFolder) -> ProcessId | None:
-    """The generating process of a run. One that has told its end is waited for: its `notify` may still run."""
-    if (control.read_status(folder) or {}).get("state") in control.FINAL_STATES:
-        control.wait_until(lambda: control.living_process(folder) is None, _END_S)
-    return control.living_process(folder)
 
 
 def stop(folder: RunFolder, *, reason: str, now: bool = False) -> None:
