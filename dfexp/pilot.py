@@ -38,8 +38,10 @@ def write(folder: RunFolder, root: Path, sample: Sequence[int], seed: int) -> tu
     data = load(folder, examples=_EXAMPLES, seed=seed)
     model = planned(data, root)
     facts, findings = _facts(data, model, sample), [asdict(each) for each in off_plan(data, model)]
+    missing = len(sample) - facts["done"] - sum(facts["failed"].values())
+    lines = [f"- MISSING: {missing:,} rows, more long ones than short: real answers are longer"] * bool(missing)
     named = {name: name.replace("_per_s", "/s").removesuffix("_s").replace("_", " ") for name in facts}
-    lines = [f"- {named[name]}: {_shown(name, value)}" for name, value in facts.items()]
+    lines += [f"- {named[name]}: {_shown(name, value)}" for name, value in facts.items()]
     lines += [f"- FINDING, {each['kind']}: {each['evidence']} Change: {each['change']}" for each in findings]
     note = "In brackets: 95 % of the chance. A rate is told at what was in flight, and extrapolated to all slots."
     title = f"# {labelled(f'Pilot of run {folder.name}', data.engine)}"
@@ -47,7 +49,7 @@ def write(folder: RunFolder, root: Path, sample: Sequence[int], seed: int) -> tu
     folder.report.mkdir(parents=True, exist_ok=True)
     write_json(folder.report / "pilot.json", {**facts, "findings": findings, "examples": list(data.examples)})
     write_atomic(folder.report / "pilot.md", page.encode("utf-8", "replace"))
-    return page, len(sample) - facts["done"] - sum(facts["failed"].values())
+    return page, missing
 
 
 def _facts(data: RunData, model: Planned | None, sample: Sequence[int]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def test_a_sample_that_leaves_slots_free_is_no_measure_of_the_full_rate(tmp_path
 
 
 def test_rows_of_the_sample_that_are_not_there_are_counted_and_others_do_not_count(tmp_path: Path) -> None:
-    facts, _, missing = told(tmp_path, range(30, 60))
+    facts, page, missing = told(tmp_path, range(30, 60))
+    assert "- MISSING: 18 rows, " in page
     assert (facts["done"], facts["failed"], missing) == (10, {"prompt_too_long": 1, "timeout": 1}, 18)
 
 
