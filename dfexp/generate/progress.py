@@ -14,6 +14,7 @@ from dfexp.sampler import KEPT_S
 
 WINDOW_S = 60.0
 """Rates are means over the last so many seconds, or since the start when that is less."""
+_LEAST = 4  # samples that make a rate
 _SAMPLES = 12  # as many lie in a window, so that it is longer where the clock is fast and samples are far apart
 _POINTS = 120
 
@@ -167,8 +168,9 @@ class Progress:
 
 
 def rate_of(samples: Iterable[Sequence[EngineSample]], start: float, end: float) -> Estimate | None:
-    """Tokens/s that servers decoded, by their counters; None where none has any."""
-    pairs = [([each.at for each in one], [each.realtime_decode_tokens_total for each in one]) for one in samples]
+    """Tokens/s that servers decoded, by their counters; None where none has any, or there are few samples yet."""
+    enough = [one for one in samples if len(one) >= _LEAST]
+    pairs = [([each.at for each in one], [each.realtime_decode_tokens_total for each in one]) for one in enough]
     return server_rate(pairs, start, end)
 
 
