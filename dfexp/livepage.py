@@ -162,17 +162,23 @@ def _finding(finding: Mapping[str, Any]) -> str:
 
 def _server(server: Mapping[str, Any]) -> dict[str, Any]:
     """A server's line of the table."""
-    running, queue, decoded = (server[name] for name in ("num_running_reqs", "num_queue_reqs", "server_tok_per_s"))
+    decoded, usages = server["server_tok_per_s"], (server["full_token_usage"], server["mamba_usage"])
+    running, queue = (_rounded(server[name]) for name in ("num_running_reqs", "num_queue_reqs"))
+    kv, state = ("-" if usage is None else f"{usage:.2f}" for usage in usages)
     return {
         "server": server["name"],
         "state": server["state"].replace("_", " "),
-        "running / cap": f"{text(running if running is None else round(running))} / {text(server['cap'])}",
-        "queue": queue if queue is None else round(queue),
-        "KV usage": server["full_token_usage"],
-        "state usage": server["mamba_usage"],
-        "tok/s": server["client_tok_per_s"] if decoded is None else decoded,
+        "running / cap": f"{text(running)} / {text(server['cap'])}",
+        "queue": queue,
+        "KV usage": kv,
+        "state usage": state,
+        "tok/s": _rounded(server["client_tok_per_s"] if decoded is None else decoded),
         "in flight": f"{server['in_flight']:,} / {server['limit']:,}",
         "answers": server["done"],
         "errors": server["errors"],
         "restarts": server["restarts"],
     }
+
+
+def _rounded(value: float | None) -> int | None:
+    return None if value is None else round(value)

@@ -67,8 +67,8 @@ def test_the_page_has_gauges_of_servers_and_dashes_for_what_they_do_not_tell() -
     servers = [{**status()["servers"][0], **GAUGES}, status()["servers"][1]]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", html(status(servers=servers)))
     first, second = cells[:11], cells[11:]
-    assert first == ["127.0.0.1:8080", "ready", "64 / 4", "3", "0.42", "0.591", "1,234", "4 / 5", "20", "0", "0"]
-    assert second[1:8] == ["quarantined", "- / 4", "-", "-", "-", "634.5", "4 / 5"]
+    assert first == ["127.0.0.1:8080", "ready", "64 / 4", "3", "0.42", "0.59", "1,234", "4 / 5", "20", "0", "0"]
+    assert second[1:8] == ["quarantined", "- / 4", "-", "-", "-", "634", "4 / 5"]
 
 
 def test_the_page_has_findings_with_their_gain_and_change_while_the_run_goes_on() -> None:
