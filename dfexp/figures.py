@@ -68,8 +68,7 @@ def throughput(data: report.RunData) -> Chart:
     for server, part in rates.groupby("server"):
         x, width, _ = _bins(data, part)
         figure.add_bar(x=x, y=part["completion_tok_per_s"], width=width, name=str(server))
-    span = _width(rates)
-    subtitle = f"Client rate: tokens of the answers that finished within each {span}, divided by {span}"
+    subtitle = f"Client rate: tokens of the answers that finished within each {_width(rates)}, over its seconds"
     return finish(figure, _source(data), "Throughput over time", subtitle, _time_axis(data)[1], "completion tokens/s")
 
 

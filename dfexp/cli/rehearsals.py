@@ -6,8 +6,6 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -18,7 +16,6 @@ from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say, told
 from dfexp.errors import DfexpError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import project_root
-from dfexp.params import RunSpec
 
 
 def rehearsal(args: argparse.Namespace) -> int:
@@ -40,8 +37,10 @@ def rehearsal(args: argparse.Namespace) -> int:
                 with stop_signals():  # a second Ctrl-C leaves no servers behind
                     rehearse.end(variant.spec, root)
             lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
-            tell(f"report: {_report(variant.spec, root, done)}")
-            done.append(variant.spec.run)
+            group = variant.spec.report.model_copy(update={"compare": done[:]})  # beside those before it
+            spec, folder = variant.spec.model_copy(update={"report": group}), generate.run_folder(variant.spec, root)
+            tell(f"report: {notebook.execute('04_report', spec, folder, root)}")
+            done.append(spec.run)
         except DfexpError as error:  # the other variants tell all the same
             outcome = told(f"{variant.name}: {error}", EXIT_FAILED)
     if lines:
@@ -52,10 +51,3 @@ def rehearsal(args: argparse.Namespace) -> int:
         shown = rehearse.frame(lines).to_string(), rehearse.about(variants[0]), f"Tables: {path}.csv, {path.name}.json"
         say(as_json if args.json else "\n\n".join((f"SIMULATED: {args.params}", *shown)))
     return outcome
-
-
-def _report(spec: RunSpec, root: Path, before: Sequence[str]) -> Path:
-    """04_report of a rehearsal, beside the runs that were rehearsed before it; returns its page."""
-    group = spec.report.model_copy(update={"compare": list(before)})
-    beside = spec.model_copy(update={"report": group})
-    return notebook.execute("04_report", beside, generate.run_folder(spec, root), root)

@@ -55,16 +55,15 @@ def conclusion(data: RunData, made: Mapping[str, Table]) -> str:
     """What the run came to, as Markdown. Args: made, its tables."""
     values = {line["what"]: line for line in made["summary"].rows}
     again = " Run 03_generate again to go on." if data.missing and not data.is_going else ""
-    counts = f"{len(data.rows):,} of {data.asked:,} rows are done, {len(data.failures):,} failed"
-    parts = [f"**{labelled(f'{counts}, {data.missing:,} are missing', data.engine)}.**{again}"]
+    counts = f"{len(data.rows):,} of {data.asked:,} rows are done, {len(data.failures):,} failed, {data.missing:,} are"
+    parts = [f"**{labelled(f'{counts} missing', data.engine)}.**{again}"]
     rate, how = text(values["decoded, fleet"]["value"]), values["decoded, fleet"]["how it is measured"]
     got, busy = text(values["client rate"]["value"]), duration(data.busy_s)
     parts.append(f"The servers made **{rate} completion tokens/s** ({how.partition('; the sum')[0]}).")
     parts.append(f"In the {busy} with requests in flight the client got **{got}** of them a second.")
-    parts += [
-        f"That is {line['share']:.1%} of {line['baseline']}; what was expected: {line['verdict']}."
-        for line in made["baselines"].rows if line["share"] is not None
-    ]  # fmt: skip
+    for line in made["baselines"].rows:
+        share = "not known" if line["share"] is None else f"{line['share']:.1%}"
+        parts.append(f"Share of the rate of {line['baseline']}: {share}; what was expected: {line['verdict']}.")
     for line in made["findings"].rows[:3]:
-        parts.append(f"**{line['finding'].capitalize()}**: {line['evidence']} Change: {line['change']}")
+        parts.append(f"**{line['finding'].capitalize()}**: {line['evidence']} {line['change']}")
     return "\n\n".join([*parts, f"The tables and the series behind the figures are in `{data.folder.report}`."])

@@ -101,6 +101,15 @@ class RunData:
         return sum(filter(None, caps)) if caps and None not in caps else None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether every request that was sent is over: rows are no sample of the short ones."""
+        marks = [one for one in self.events if one["event"] in ("run_started", "stop_asked")]
+        if self.missing == 0 or self.is_going or not marks or marks[-1]["event"] == "run_started":
+            return self.missing == 0
+        ends = np.array([*self.rows["finished_at"], *(row["at"] for row in self.failures)])
+        return bool(np.sum(ends > marks[-1]["at"]) >= int(marks[-1]["in_flight"]))
+
+    @property
     def began(self) -> float:
         """When the first request of its rows was sent; NaN without rows."""
         return float(self.rows["submitted_at"].min())
@@ -126,6 +135,7 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
     except FileNotFoundError:
         raise RunError(f"{folder.path} holds no run yet: run 03_generate first, or correct `run`.") from None
     clock, draw, events = _clock(folder, run), _Draw(examples, seed), list(jsonl.read_log(folder.events))
+    failed, asked = list(shards.read_failures(folder.completions)), int(run["prompts"]["asked"])
     rows, (samples, gpus) = _framed(draw.passed(shards.read_rows(folder.completions)), ROW), _samples(folder)
     rows = rows.astype(dict.fromkeys(("server", "config_id", "flags"), "category"))
     rows["finished_at"] = rows["submitted_at"] + rows["latency_s"]
@@ -134,8 +144,7 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
             for column in frame.columns.intersection(["submitted_at", "finished_at", "at"]):
                 frame[column] = clock.of(frame[column].to_numpy())
         rows["latency_s"] = rows["finished_at"] - rows["submitted_at"]
-        events = [{**event, "at": float(clock.of(event["at"]))} for event in events]
-    failed, asked = list(shards.read_failures(folder.completions)), int(run["prompts"]["asked"])
+        events, failed = ([{**line, "at": float(clock.of(line["at"]))} for line in lines] for lines in (events, failed))
     data = RunData(
         folder=folder, run=run, asked=asked, missing=asked - len(rows) - len(failed), rows=rows,
         busy_s=max(1e-9, levels(rows, 1)[2][-1]) if len(rows) else nan,  # a simulated clock may stand still
@@ -204,13 +213,14 @@ def _watched(data: RunData) -> list[Watched]:
     rows, samples = ({str(name): part for name, part in frame.groupby("server", observed=True)}
                      for frame in (data.rows, data.samples))  # fmt: skip
     told: dict[str, dict[str, Any]] = {each["name"]: each for each in (data.status or {}).get("servers", ())}
-    watched = []
+    kept, watched = data.run["spec"]["generation"].get("concurrency"), list[Watched]()
     for name in sorted(rows.keys() | samples.keys() | told.keys()):
         part, looks, server = rows.get(name, data.rows[:0]), samples.get(name, data.samples[:0]), told.get(name, {})
         watched.append(Watched(
             name=name, samples=_thinned(looks), flags=flags_of(data.fleet), limits=_limits(looks, server),
-            limit=server.get("limit"), state=server.get("state", "ready") if data.is_going else "ready",
-            request_s=float(part["latency_s"].mean()) if len(part) else None, answers=len(part),
+            limit=server.get("limit") or (None if kept == "auto" else kept), answers=len(part),
+            state=server.get("state", "ready") if data.is_going else "ready",
+            request_s=float(part["latency_s"].mean()) if len(part) else None,
             garbage=int(part["flags"].astype(str).str.contains("garbage").sum()),
         ))  # fmt: skip
     return watched

@@ -42,7 +42,7 @@ def slots(data: RunData) -> Table:
     frame[f"idle {unit}-hours"] = units * frame["seconds"] * (1 - frame["occupied"]) / 3600
     note = "In flight, over what servers decode at once (over the most in flight where none says it). The middle: from"
     note += " the first to the last moment with nine tenths of the most in flight; the end is the tail."
-    note += " Rows are missing: there is no end yet." if data.missing else ""
+    note += "" if data.is_settled else " Not all requests are known: there is no end yet."
     return of_frame("slots", "Start, middle and tail", frame, note)
 
 

@@ -17,7 +17,7 @@ from dfexp.diagnose import Finding, Planned
 from dfexp.errors import DfexpError
 from dfexp.layout import RunFolder
 from dfexp.params import BaselinePart
-from dfexp.report.data import RunData, flags_of, load
+from dfexp.report.data import RunData, flags_of, levels, load
 from dfexp.report.series import POOLS, REQUESTS, medians, occupied, steady
 from dfexp.tables import SIMULATED, Table, duration, labelled
 
@@ -92,8 +92,7 @@ def _time(data: RunData) -> Iterator[Line]:
     if len(data.gpus):
         yield "GPU utilisation, mean", float(data.gpus["utilization"].mean()), "", "all samples of all GPUs"
         yield "GPU power, mean", float(data.gpus["power_w"].mean()), "W a GPU", "all samples of all GPUs"
-        throttled = data.gpus["throttle_reasons"].map(bool).mean()
-        yield "GPU throttled", float(throttled), "share", "samples that name a reason; metrics.jsonl says which"
+        yield "GPU throttled", float(data.gpus["throttle_reasons"].map(bool).mean()), "share", "samples with a reason"
 
 
 def mean_tokens(data: RunData) -> tuple[float, str]:
@@ -101,7 +100,7 @@ def mean_tokens(data: RunData) -> tuple[float, str]:
     told = (data.status or {}).get("mean_completion_tokens")
     if data.is_going and isinstance(told, Mapping):
         return float(told["value"]), f"answers in flight counted in; {told['low']:,.0f} to {told['high']:,.0f} at 95 %"
-    short = "; biased short while longer answers are still in flight" if data.missing else ""
+    short = "" if data.is_settled else "; biased short while longer answers are still in flight"
     return float(data.rows["completion_tokens"].mean()), _COUNTED + short
 
 
@@ -154,9 +153,14 @@ def plan(data: RunData, model: Planned | None) -> Table:
 
 
 def off_plan(data: RunData, model: Planned | None) -> Iterator[Finding]:
-    """Findings on mean length and token budget, where they leave the plan by more than chance does."""
-    tokens, change = data.rows["completion_tokens"].dropna(), "correct plan, or stop before the budget is spent"
+    """Findings on mean length and token budget, where they leave the plan by more than chance, or open answers, do."""
+    tokens, told = data.rows["completion_tokens"].dropna(), (data.status or {}).get("mean_completion_tokens")
     chance = 2 * float(tokens.std()) / sqrt(len(tokens)) / float(tokens.mean()) if len(tokens) > 1 else 1.0
+    if data.is_going and isinstance(told, Mapping):
+        chance = (told["high"] - told["low"]) / 2 / told["value"]
+    elif not data.is_settled:
+        chance += float(levels(data.rows)[1].max(initial=0.0)) / max(1, len(tokens))
+    change = "correct plan, or stop before the budget is spent"
     for line in plan(data, model).rows:
         ratio, kind = line["ratio"], line["what"]
         if kind in ("completion tokens, mean", "token budget") and ratio and abs(ratio - 1) > max(_OFF, chance):

@@ -75,7 +75,7 @@ def _full(times: Array, level: Array) -> tuple[float, float]:
 
 def known_until(data: RunData) -> float:
     """Until when all requests are known: those that are still open, or were cut off at the end, are in no file."""
-    return data.ended - (float(data.rows["latency_s"].max()) if data.missing else 0.0)
+    return data.ended - (0.0 if data.is_settled else float(data.rows["latency_s"].max()))
 
 
 def _rates(data: RunData, start: float, end: float) -> dict[str, float]:
@@ -169,7 +169,7 @@ def occupied(data: RunData) -> pd.DataFrame:
         return pd.DataFrame(columns=["part", "seconds", "slots", "occupied"])
     slots = data.slots or level.max()
     cuts = np.array([times[0], *_full(times, level), times[-1]])
-    cuts = np.append(cuts[:2], max(cuts[1], min(cuts[2], known_until(data)))) if data.missing else cuts
+    cuts = cuts if data.is_settled else np.append(cuts[:2], max(cuts[1], min(cuts[2], known_until(data))))
     used, names = np.diff(np.interp(cuts, times, levels(data.rows, slots)[2])), ["start", "middle", "end"]
     parts = pd.DataFrame({"part": names[: len(used)], "seconds": np.diff(cuts), "slots": slots})
     return parts.assign(occupied=used / np.maximum(parts["seconds"] * slots, 1e-9))
