@@ -343,7 +343,7 @@ async def test_an_outage_behind_a_proxy_is_waited_out_like_any_other(project: Pr
 
 async def test_a_disk_that_refuses_the_last_answers_is_waited_for(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat(), delay_s=0.05) as server:
-        spec = project.spec([server.url], 60, drain_s=0.0)
+        spec = project.spec([server.url], 200, drain_s=0.0)
         folder = await project.start(spec)
         await project.until(folder, lambda s: s.get("done", 0) >= 8)
         process = control.living_process(folder)
@@ -351,12 +351,12 @@ async def test_a_disk_that_refuses_the_last_answers_is_waited_for(project: Proje
         before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         gone = await asyncio.to_thread(control.wait_until, lambda: not process.is_alive(), 7.0)
         assert not gone, folder.log.read_text()
-        assert len({question(b) for b in server.bodies if "question" in question(b)}) == 60
-        assert sum(project.counts(folder).values()) < 60
+        assert len({question(b) for b in server.bodies if "question" in question(b)}) == 200
+        assert sum(project.counts(folder).values()) < 200
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, before)
         status = await project.end(folder)
-    assert (status["state"], status["done"]) == ("ended", 60)
-    assert project.counts(folder) == Counter(range(60))
+    assert (status["state"], status["done"]) == ("ended", 200)
+    assert project.counts(folder) == Counter(range(200))
 
 
 @pytest.mark.parametrize("content", ["{}", '{"name": "a node project", "spec": 1}', "my notes"])
