@@ -16,6 +16,7 @@ WINDOW_S = 60.0
 """Rates are means over the last so many seconds, or since the start when that is less."""
 _LEAST = 4  # samples that make a rate
 _SAMPLES = 12  # as many lie in a window, so that it is longer where the clock is fast and samples are far apart
+_STILL_S = 15.0
 _POINTS = 120
 
 
@@ -137,7 +138,8 @@ class Progress:
         window_s = min(since_s, max(WINDOW_S, *map(_spanned, samples.values()), 0.0))
         then = now - window_s
         rows, tokens = self._recent.since(then)
-        flights = [traffic.flight for traffic in self.servers.values()]
+        # Of a server that stands still nobody knows how far its requests are: they would seem to go on.
+        flights = [traffic.flight for name, traffic in self.servers.items() if not _stands(samples.get(name, ()))]
         ages = [age for flight in flights for age in flight.ages(now)]
         lengths, counted = lengths_of(self.lengths, ages, limit=limit), rate_of(samples.values(), then, now)
         mean = lengths and lengths.mean
@@ -172,6 +174,13 @@ def rate_of(samples: Iterable[Sequence[EngineSample]], start: float, end: float)
     enough = [one for one in samples if len(one) >= _LEAST]
     pairs = [([each.at for each in one], [each.realtime_decode_tokens_total for each in one]) for one in enough]
     return server_rate(pairs, start, end)
+
+
+def _stands(samples: Sequence[EngineSample]) -> bool:
+    """Whether a server's counter has not moved of late."""
+    last = samples[-1].realtime_decode_tokens_total if samples else None
+    still = list(takewhile(lambda each: each.realtime_decode_tokens_total == last, reversed(samples)))
+    return last is not None and still[0].at - still[-1].at >= _STILL_S
 
 
 def _spanned(samples: Sequence[EngineSample]) -> float:

@@ -114,6 +114,22 @@ def test_early_answers_are_short_and_the_estimates_are_not() -> None:
     assert told["rates"]["a"] == {name: told[name] for name in ("server_tok_per_s", "client_tok_per_s")}
 
 
+def test_requests_at_a_server_that_stands_still_do_not_seem_to_go_on() -> None:
+    progress = Progress(0.0)
+    now = in_turns(progress, 100, 100, 10.0)
+    for index, server in enumerate(("a", "b")):
+        progress.servers[server].sent(100 + index, now)
+    progress.servers["b"].flight.sent(7, 0.0)
+    progress.servers["b"].flight.ended(7, 10.0, 100)
+    moves = [counter(now + at, at * 10.0) for at in range(0, 1001, 5)]
+    still = [counter(now + at, 5.0) for at in range(0, 1001, 5)]
+    means = [
+        estimates(progress, now + 1000.0, samples={"a": moves, "b": samples})["mean_completion_tokens"]["value"]
+        for samples in (still, moves)
+    ]
+    assert means[0] < means[1]
+
+
 def test_samples_that_are_far_apart_make_the_window_longer() -> None:
     progress = Progress(0.0)
     samples = {"a": [counter(40.0 * number, 4000.0 * number) for number in range(30)]}

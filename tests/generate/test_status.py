@@ -155,11 +155,14 @@ def assert_told(run: Watched, middle: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_what_is_wrong_with_servers_is_found_while_the_run_goes_on(watched: Any) -> None:
-    """Of three servers one is three times slower than its siblings, and one says nothing but garbage."""
-    faults = [{"kind": "slow", "server": 1, "factor": 3.0}, {"kind": "garbage", "server": 2}]
-    run = watched(4000, **merged(fleet={"servers": 3, "speed": 40, "faults": faults, "check_content": False}))
-    _, slow, garbage = (server.name for server in fleet.attach(generate.fleet_folder(run.spec, run.root)).servers)
-    expected = {("slow server", slow), ("garbage output", garbage)}
+    """Of four servers one is three times slower than its siblings, one says only garbage, and one stands still."""
+    faults = [
+        {"kind": "slow", "server": 1, "factor": 3.0}, {"kind": "garbage", "server": 2},
+        {"kind": "hang", "server": 3, "at_s": 60.0},
+    ]  # fmt: skip
+    run = watched(6000, **merged(fleet={"servers": 4, "speed": 40, "faults": faults, "check_content": False}))
+    _, slow, garbage, still = (one.name for one in fleet.attach(generate.fleet_folder(run.spec, run.root)).servers)
+    expected = {("slow server", slow), ("garbage output", garbage), ("stalled", still)}
     last = run.run(lambda status: expected <= {(each["kind"], each["server"]) for each in status["findings"]})
     assert expected <= {(each["kind"], each["server"]) for each in last["findings"]}, last["findings"]
     events = {(event["kind"], event["server"]): event for event in run.events("finding")}
