@@ -47,13 +47,6 @@ class VirtualTime:
         return float(stamped_at - self.real_at[0] + self.virtual_s[0])
 
 
-def now_s(path: Path) -> float:
-    """Virtual seconds by the last whole line, the others unread; 0 while there is none."""
-    lines = path.read_bytes() if path.exists() else b""
-    last = lines.rpartition(b"\n")[0].rpartition(b"\n")[2]
-    return float(decode_line(last)["virtual_s"]) if last else 0.0
-
-
 class LiveClock:
     """A virtual clock while a host moves it.
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dfexp.errors import CorruptShardError
-from dfexp.virtual_time import CLOCK, LiveClock, VirtualTime, now_s
+from dfexp.virtual_time import CLOCK, LiveClock, VirtualTime
 
 
 def write(path: Path, *pairs: tuple[float, float], torn: str = "") -> Path:
@@ -32,9 +32,9 @@ def test_a_log_counts_virtual_seconds_on_from_the_first_real_time(tmp_path: Path
 
 @pytest.mark.parametrize("torn", ["", '{"real_at": 109', "\0\0\0"])
 def test_the_last_whole_line_is_now(tmp_path: Path, torn: str) -> None:
-    path = write(tmp_path / CLOCK, (100.0, 0.0), (101.5, 7.25), torn=torn)
-    assert now_s(path) == 7.25
-    assert VirtualTime.read(path).virtual_s.tolist() == [0.0, 7.25]
+    path = write(tmp_path / CLOCK, (100.0, 7.25), (101.5, 7.25), torn=torn)
+    assert LiveClock(path)() == 7.25
+    assert VirtualTime.read(path).virtual_s.tolist() == [7.25, 7.25]
 
 
 @pytest.mark.parametrize("text", [None, "", '{"real_at": 1'])
@@ -42,7 +42,7 @@ def test_a_clock_that_has_not_begun_is_at_zero(tmp_path: Path, text: str | None)
     path = tmp_path / CLOCK
     if text is not None:
         path.write_text(text)
-    assert now_s(path) == 0.0
+    assert LiveClock(path)() == 0.0
     assert VirtualTime.read(path).virtual_s.size == 0
     with pytest.raises(ValueError, match="empty"):
         VirtualTime.read(path).of(np.array([1.0]))

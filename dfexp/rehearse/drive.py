@@ -34,7 +34,7 @@ def play(variant: Variant, root: Path, tell: Callable[[str], None]) -> ServerLim
     Raises RunError: the run failed, a rehearsal of this name is going on, or its folder is of something else;
     and what `fleet.up`, `Fleet.wait_ready` and `generate.start` raise.
     """
-    spec, folder, clock = variant.spec, generate.run_folder(variant.spec, root), clock_of(variant.spec, root)
+    spec, folder = variant.spec, generate.run_folder(variant.spec, root)
     _clear(spec, root)
     if variant.is_drawn:
         write_prompts(variant, root / str(spec.prompts.path))
@@ -42,8 +42,9 @@ def play(variant: Variant, root: Path, tell: Callable[[str], None]) -> ServerLim
     the_fleet.wait_ready(spec.fleet.start_timeout_s, tell)
     limits = next((each.limits for each in the_fleet.status() if each.limits), ServerLimits())
     generate.start(spec, root)
-    began_s, end_s, next_line = virtual_time.now_s(clock), variant.hours * 3600, 0.0
-    while control.living_process(folder) and (passed_s := virtual_time.now_s(clock) - began_s) < end_s:
+    now_s, end_s, next_line = virtual_time.LiveClock(clock_of(spec, root)), variant.hours * 3600, 0.0
+    began_s = now_s()
+    while control.living_process(folder) and (passed_s := now_s() - began_s) < end_s:
         status = control.read_status(folder)
         if status and time.monotonic() >= next_line:
             next_line = time.monotonic() + spec.generation.progress_interval_s
