@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html as escaping
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dfexp.rollout import FINAL
@@ -28,7 +28,8 @@ def line(status: Mapping[str, Any] | None) -> str:
     parts, is_running = [f"{_state(status)}: {counts(status)}"], status["state"] == "running"
     if is_running or status["state"] == "draining":
         parts.append(f"{status['in_flight']:,} in flight")
-        rate, source = _rate(status)
+        decoded = status["server_tok_per_s"]
+        rate, source = (status["client_tok_per_s"], "client") if decoded is None else (decoded, "servers")
         parts.append(f"{text(rate)} tok/s ({source}, last {duration(status['window_s'])})")
     away = [server for server in status["servers"] if server["state"] in ("down", "suspect", "quarantined")]
     if away and is_running:
@@ -38,8 +39,8 @@ def line(status: Mapping[str, Any] | None) -> str:
         parts.append(f"about {duration(status['eta_s'])}{_time(status)} left ({low} to {high})")
     if (rollout := status.get("rollout")) and rollout["state"] not in FINAL:
         parts.append(str(rollout["text"]))
-    if is_running and (finding := next(iter(_findings(status)), None)):
-        words = f"{finding['kind']}: {finding['evidence']}"
+    if is_running and status["findings"]:
+        words = "{kind}: {evidence}".format(**status["findings"][0])
         parts.append(words if len(words) <= _MOST_WORDS else words[: _MOST_WORDS - 3] + "...")
     if status["state"] in ("stopped", "failed") and status["reason"]:
         parts.append(str(status["reason"]))
@@ -55,7 +56,8 @@ def html(status: Mapping[str, Any] | None) -> str:
     """The progress of a run: bar, rates, time left, what limits it, servers, failures."""
     if status is None:
         return f'<div style="{FONT}">Waiting for the run\'s first report.</div>'
-    parts = [_bar(status), _facts(status), *map(_finding, _findings(status))]
+    parts = [_bar(status), _facts(status)]
+    parts += [_finding(each) for each in status["findings"] if status["state"] == "running"]
     rollout = status.get("rollout") or {}
     for said in filter(None, (status.get("reason"), status.get("disk_refuses"), rollout.get("text"))):
         parts.append(f"<div style='margin-top:6px'>{escaping.escape(str(said))}</div>")
@@ -80,17 +82,6 @@ def _state(status: Mapping[str, Any]) -> str:
 def _time(status: Mapping[str, Any]) -> str:
     """What to add to seconds that are not real ones."""
     return " of simulated time" if status.get("engine") == SIMULATED else ""
-
-
-def _rate(status: Mapping[str, Any]) -> tuple[float, str]:
-    """The best rate that is known, and who counts it."""
-    decoded = status["server_tok_per_s"]
-    return (status["client_tok_per_s"], "client") if decoded is None else (decoded, "servers")
-
-
-def _findings(status: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """What is worth knowing now; nothing of a run that is over."""
-    return status.get("findings", ()) if status["state"] == "running" else ()
 
 
 def _bar(status: Mapping[str, Any]) -> str:
