@@ -6,8 +6,9 @@ import html as escaping
 from collections.abc import Mapping
 from typing import Any
 
+from dfexp.records import SIMULATED
 from dfexp.rollout import FINAL
-from dfexp.tables import FONT, SIMULATED, duration, labelled, rows_html, text
+from dfexp.tables import FONT, duration, labelled, rows_html, text
 
 _COLORS = {"ended": "#009E73", "failed": "#D55E00", "stopped": "#E69F00"}
 _BLUE = "#0072B2"

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+SIMULATED = "simulated"
+"""The engine, and the flag of its rows, by which a training set can refuse them."""
 Message = Mapping[str, Any]
 """One chat message as the OpenAI schema has it: `role`, `content`."""
 

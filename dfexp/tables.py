@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dfexp.records import SIMULATED
+
 FONT = "font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:13px;line-height:1.45"
-SIMULATED = "simulated"
-"""The engine whose servers are none."""
 _CELL = (
     "padding:4px 14px 4px 0;vertical-align:top;white-space:normal;max-width:34em;"
     "border-bottom:1px solid rgba(128,128,128,.25)"

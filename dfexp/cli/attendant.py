@@ -15,6 +15,7 @@ from dfexp.errors import ControlError, FleetError, RunError, RunStopped
 from dfexp.jsonl import read_json
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
+from dfexp.tables import labelled
 
 NOTEBOOKS = ("01_launch_fleet", "02_capacity", "03_generate", "04_report")
 
@@ -57,7 +58,7 @@ def _conclude(folder: RunFolder) -> int:
     counts = f"{done} succeeded + {failed} failed = {done + failed} of {asked} asked"
     dropped = sum(read_json(folder.run_json)["prompts"]["dropped_by_reason"].values())
     unused = f"; {dropped} row(s) of the source are no prompts, see run.json" if dropped else ""
-    say(f"run {folder.name!r} {found.get('state')}: {counts}{unused}")
+    say(f"run {labelled(repr(folder.name), found.get('engine'))} {found.get('state')}: {counts}{unused}")
     say(f"  completions  {folder.completions}")
     say(f"  report       {folder.notebooks / '04_report.html'}")
     say(f"  tables       {folder.report}")

@@ -34,7 +34,7 @@ from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
 from dfexp.processes import ProcessId
 from dfexp.prompts import FrozenPrompts
-from dfexp.records import Answer, Completion, Failure, Prompt, ServerLimits
+from dfexp.records import SIMULATED, Answer, Completion, Failure, Prompt, ServerLimits
 from dfexp.rollout import Terms
 from dfexp.shards import Shards
 
@@ -246,7 +246,7 @@ class Loop:
                 attempt=job.attempt,
                 submitted_at=answer.submitted_at,
                 latency_s=answer.latency_s,
-                flags=answer.flags,
+                flags=answer.flags + ((SIMULATED,) if self._s.fleet.engine.name == SIMULATED else ()),
             )
         )
 

@@ -24,8 +24,7 @@ from dfexp.diagnose import Watched
 from dfexp.errors import RunError
 from dfexp.estimate import Array
 from dfexp.layout import FleetFolder, RunFolder
-from dfexp.records import EngineSample, ServerLimits
-from dfexp.tables import SIMULATED
+from dfexp.records import SIMULATED, EngineSample, ServerLimits
 from dfexp.virtual_time import CLOCK, VirtualTime
 
 ROW = {

@@ -17,9 +17,10 @@ from dfexp.diagnose import Finding, Planned
 from dfexp.errors import DfexpError
 from dfexp.layout import RunFolder
 from dfexp.params import BaselinePart
+from dfexp.records import SIMULATED
 from dfexp.report.data import RunData, flags_of, levels, load
 from dfexp.report.series import POOLS, REQUESTS, medians, occupied, steady
-from dfexp.tables import SIMULATED, Table, duration, labelled
+from dfexp.tables import Table, duration, labelled
 
 _OFF = 0.15
 """A mean length or a token budget so far from the plan's is a finding."""
@@ -160,7 +161,7 @@ def off_plan(data: RunData, model: Planned | None) -> Iterator[Finding]:
         chance = (told["high"] - told["low"]) / 2 / told["value"]
     elif not data.is_settled:
         chance += float(levels(data.rows)[1].max(initial=0.0)) / max(1, len(tokens))
-    change = "correct plan, or stop before the budget is spent"
+    change = "correct `plan`, or stop before the budget is spent"
     for line in plan(data, model).rows:
         ratio, kind = line["ratio"], line["what"]
         if kind in ("completion tokens, mean", "token budget") and ratio and abs(ratio - 1) > max(_OFF, chance):
