@@ -220,7 +220,7 @@ def test_figures_are_of_the_windows_that_they_name(project: Path) -> None:
     assert 400 < found["fleet_tok_per_s"] < 480
     # The last row is done at second 360: steady is from 180 on, with one server.
     assert found["steady_tok_per_s_per_gpu"] == pytest.approx(sum(range(284, 460, 4)) / 44)
-    assert found["steady_fleet_tok_per_s"] == pytest.approx(found["steady_tok_per_s_per_gpu"], rel=0.02)
+    assert found["steady_fleet_tok_per_s"] == pytest.approx(found["steady_tok_per_s_per_gpu"], rel=0.03)
     assert (found["restarts"], found["rows_failed"]) == (1, 0)
     errors = {line["figure"]: line["error"] for line in lines}
     assert errors["num_running_reqs"] == pytest.approx(10 / 9.5 - 1)

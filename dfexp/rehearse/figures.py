@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from dfexp.tables import text
 from dfexp.virtual_time import VirtualTime
 
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput")
-_BIN_S = 30.0
+_LONGEST_S = 30.0
 """In so many seconds every server that works writes a line."""
 _ABOUT = """\
 State slots, request cap, KV tokens: as a server said. From running to fleet tok/s: means of all servers' decode lines
@@ -129,6 +128,7 @@ def _means(lines: pd.DataFrame, setting: Setting, after_s: float, until_s: float
     inside = lines[lines["at_s"].between(after_s, until_s, inclusive="right")]
     means: dict[Any, float] = inside.drop(columns=["server", "at_s"]).mean().dropna().to_dict()
     rate = means.pop("gen_throughput", 0.0) / setting.server.flags.tp_size
-    rates = inside.groupby(["server", (inside["at_s"] - after_s) // _BIN_S])["gen_throughput"].mean()
-    fleet_rate = rates.sum() / max(1, ceil((until_s - after_s) / _BIN_S))
+    # A line's rate is that since the line before; a server that was away has none for as long.
+    since_s = lines.groupby("server")["at_s"].diff().clip(upper=_LONGEST_S).reindex(inside.index)
+    fleet_rate = float((inside["gen_throughput"] * since_s).sum()) / (until_s - after_s)
     return {**means, "tok_per_s_per_gpu": rate, "fleet_tok_per_s": fleet_rate}

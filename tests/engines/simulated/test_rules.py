@@ -252,6 +252,15 @@ def test_slowness_is_a_factor_on_every_time_and_a_hung_server_does_nothing() -> 
     assert min(each.at_s for each in later) > 1e6
 
 
+@pytest.mark.parametrize("looks", [1, 7, 400])
+def test_slowness_begins_when_it_is_set_however_often_somebody_has_looked(looks: int) -> None:
+    simulator = at_once(config(tokens=100_000, cap=4), (10, 5_000, 6_000), (10, 4_000, 6_000))
+    told = [each for look in range(1, looks + 1) for each in simulator.advance(20.0 * look / looks)]
+    simulator.slowness = 4.0
+    plain = events(run(at_once(config(tokens=100_000, cap=4), (10, 5_000, 6_000), (10, 4_000, 6_000))))[-1].at_s
+    assert events(told + run(simulator))[-1].at_s == pytest.approx(20.0 + 4 * (plain - 20.0), rel=1e-3)
+
+
 def test_batches_pad_up_to_the_next_graph() -> None:
     assert [padded_batch(running, 256) for running in (1, 2, 3, 5, 13, 17, 157, 256, 257)] == [
         1, 2, 4, 8, 16, 24, 160, 256, 257,

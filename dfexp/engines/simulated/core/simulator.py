@@ -81,13 +81,12 @@ class Simulator:
 
     Attributes:
         counters: SGLang's, by its names; those that have not moved are absent, and read 0.
-        slowness: every batch from the next on takes so many times what the model says.
         hung: time passes in vain; requests may still be submitted, and gauges keep their values.
 
     """
 
     def __init__(self, config: Config) -> None:
-        self.counters, self.slowness, self.hung = Counter[str](), 1.0, False
+        self.counters, self._slowness, self.hung = Counter[str](), 1.0, False
         self._config, self._pools = config, Pools(config)
         self._page, self._chunk = config.memory.resolved.page_size, chunk_tokens(config.server)
         self._first_ratio = min(RESERVE_RATIO * config.server.flags.schedule_conservativeness, 1.0)
@@ -131,6 +130,16 @@ class Simulator:
             request.aborted, request.output = True, request.done + 1  # counts where its prefill is not over
             self._running = [(step if each is request else end, at, each) for end, at, each in self._running]
             heapify(self._running)
+        self._cut()
+
+    @property
+    def slowness(self) -> float:
+        """Every batch takes so many times what the model says; one that is being prefilled keeps its time."""
+        return self._slowness
+
+    @slowness.setter
+    def slowness(self, factor: float) -> None:
+        self._slowness = factor
         self._cut()
 
     def _cut(self) -> None:
@@ -190,7 +199,7 @@ class Simulator:
             tokens = sum(take for _, take in self._batch)
             prompt = sum(take * request.computed for request, take in self._batch) / tokens
             seconds = prefill_s(self._config.server, self._config.efficiency, tokens, prompt)
-            return self._now_s + self.slowness * seconds, 0
+            return self._now_s + self._slowness * seconds, 0
         if self._running and not self._pools.steps_that_fit(self._steps, 1):
             self._retract()
         if not self._running:
@@ -214,7 +223,7 @@ class Simulator:
         running = self._pools.holders
         read = steps * self._pools.context(self._steps) + running * steps * (steps + 1) / 2
         seconds = max(fixed * steps + per_token * read for fixed, per_token in self._step_lines(running))
-        return self._now_s + self.slowness * seconds
+        return self._now_s + self._slowness * seconds
 
     def _take_arrivals(self) -> None:
         while self._arrivals and self._arrivals[0][0] <= self._now_s:
