@@ -156,7 +156,7 @@ def _server(server: Mapping[str, Any]) -> dict[str, Any]:
     """A server's line of the table."""
     decoded, usages = server["server_tok_per_s"], (server["full_token_usage"], server["mamba_usage"])
     running, queue = (_rounded(server[name]) for name in ("num_running_reqs", "num_queue_reqs"))
-    kv, state = ("-" if usage is None else f"{usage:.2f}" for usage in usages)
+    kv, state = (usage if usage is None else round(usage, 2) for usage in usages)
     return {
         "server": server["name"],
         "state": server["state"].replace("_", " "),

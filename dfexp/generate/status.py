@@ -204,7 +204,8 @@ class Overview:
     def _server(self, lane: Lane, now: float, window_s: float) -> dict[str, Any]:
         """A server's part: its lane, its gauges where it has told them of late, and the rates of both sides."""
         samples = self._sampler.recent[lane.name]
-        last = samples[-1] if samples and samples[-1].at >= now - window_s else None
+        is_told = samples and samples[-1].at >= now - window_s and self._state not in control.FINAL_STATES
+        last = samples[-1] if is_told else None
         gauges = {name: getattr(last, name, None) for name in _GAUGES}
         if gauges["full_token_usage"] is None:
             gauges["full_token_usage"] = getattr(last, "token_usage", None)  # of a model with one pool
