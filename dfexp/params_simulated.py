@@ -39,17 +39,16 @@ class FaultPart(PlanPart):
 
     @model_validator(mode="after")
     def _means_something(self) -> Self:
-        known, fields = _MEANING[self.kind], type(self).model_fields
+        known, what, fields = _MEANING[self.kind], self.kind, type(self).model_fields
         given = {name for name, field in fields.items() if getattr(self, name) != field.default} - {"kind", "server"}
-        if odd := sorted(given.difference(known)):
-            raise ValueError(f"{odd[0]} means nothing for {self.kind}, which takes server, {', '.join(known)}.")
-        if self.kind == "status" and self.status is not None and self.status < 400:
-            raise ValueError(f"status {self.status} is no failure. Give 400 to 599.")
         if self.kind == "crash" and not self.is_to_requests:
             if self.at_s is None:
                 raise ValueError("a crash needs at_s, or share or contains for the requests that cause it.")
-            if odd := sorted(given & {"for_s", "times"}):
-                raise ValueError(f"{odd[0]} means nothing for a crash at a time, which happens once. Remove it.")
+            known, what = ("at_s",), "a crash at a time, which happens once"
+        if odd := sorted(given.difference(known)):
+            raise ValueError(f"{odd[0]} means nothing for {what}. It takes server, {', '.join(known)}.")
+        if self.kind == "status" and self.status is not None and self.status < 400:
+            raise ValueError(f"status {self.status} is no failure. Give 400 to 599.")
         return self
 
     @property

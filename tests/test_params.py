@@ -408,9 +408,16 @@ def test_a_simulated_fleet_without_any_plan_says_what_is_missing() -> None:
     ("fault", "message"),
     [
         ({"kind": "crash"}, ": a crash needs at_s, or share or contains for the requests that cause it."),
-        ({"kind": "crash", "at_s": 3, "for_s": 2}, ": for_s means nothing for a crash at a time, which happens once."),
-        ({"kind": "hang", "share": 0.5}, ": share means nothing for hang, which takes server, at_s, for_s."),
-        ({"kind": "oom_at_start", "at_s": 1}, ": at_s means nothing for oom_at_start, which takes server, times."),
+        (
+            {"kind": "crash", "at_s": 3, "factor": 2},
+            ": factor means nothing for a crash at a time, which happens once. It",
+        ),
+        (
+            {"kind": "crash", "at_s": 3, "for_s": 2},
+            ": for_s means nothing for a crash at a time, which happens once. It",
+        ),
+        ({"kind": "hang", "share": 0.5}, ": share means nothing for hang. It takes server, at_s, for_s."),
+        ({"kind": "oom_at_start", "at_s": 1}, ": at_s means nothing for oom_at_start. It takes server, times."),
         ({"kind": "status", "status": 200}, ": status 200 is no failure. Give 400 to 599."),
         ({"kind": "slow", "facter": 3}, ".facter = 3: unknown key. Did you mean fleet.faults.factor?"),
         ({"kind": "slow", "factor": "3"}, f".factor = '3': must be a valid number. {NUMBER} (slow: factor on all"),

@@ -11,12 +11,18 @@ import aiohttp
 import pytest
 
 from dfexp.engines.pages import limits_from
+from dfexp.engines.simulated.core import DECODED, Simulator
 from dfexp.engines.simulated.server.host import Host
 from dfexp.engines.simulated.server.text import CLOSE, OPEN
 from tests.engines.simulated.servers import ask, chat, get, sized, spec
+from tests.engines.simulated.support import config
 
 # Recorded from SGLang 0.5.12 and 0.5.23.
 TOO_LONG = "The input (9012 tokens) is longer than the model's context length (8192 tokens)."
+ALMOST = (  # as the source of both words it
+    "Input length ({} tokens) exceeds the maximum allowed length (8186 tokens). Use a shorter input or enable"
+    " --allow-auto-truncate."
+)
 OVER = (
     "Requested token count exceeds the model's maximum context length of 8192 tokens. You requested a total of 100012"
     " tokens: 12 tokens from the input messages and 100000 tokens for the completion. Please reduce the number of"
@@ -130,6 +136,10 @@ async def test_thinking_can_be_turned_off(host: Host, session: aiohttp.ClientSes
         ({"model": "tiny"}, "Field required"),
         (chat() | {"messages": []}, "at least 1 item"),
         (chat() | {"messages": [{"role": "user", "content": 5}]}, "valid string"),
+        *(
+            (chat() | {"messages": [{"role": "user", "content": wrong}]}, "valid")
+            for wrong in (["a"], [5], {"text": "a"})
+        ),
         (chat(max_tokens="many"), "valid integer"),
         (chat(max_tokens=0), "greater than or equal to 1"),
         (chat(n=2), "n = 2"),
@@ -146,16 +156,16 @@ async def test_what_sglang_refuses_is_refused(
 
 
 async def test_pages_need_the_key_except_health_and_metrics(host: Host, session: aiohttp.ClientSession) -> None:
-    server = await host.add(spec(key="secret"))
+    server = await host.add(spec(key="secret", version="0.5.23"))
     assert await ask(session, server.url, chat()) == (401, {"error": "Unauthorized"})
     assert (await ask(session, server.url, chat(), "secret"))[0] == 200
     statuses = {
         page: ((await get(session, server.url + page))[0], (await get(session, server.url + page, "secret"))[0])
-        for page in ("/v1/models", "/server_info", "/ping", "/metrics", "/health", "/nothing")
+        for page in ("/v1/models", "/server_info", "/ping", "/metrics", "/health", "/v1/loads", "/nothing")
     }
     assert statuses == {
         "/v1/models": (401, 200), "/server_info": (401, 200), "/ping": (401, 200), "/metrics": (200, 200),
-        "/health": (200, 200), "/nothing": (401, 404),
+        "/health": (200, 200), "/v1/loads": (401, 200), "/nothing": (401, 404),
     }  # fmt: skip
 
 
@@ -292,17 +302,68 @@ async def test_garbage_is_one_token_over_and_over(host: Host, session: aiohttp.C
     assert page["usage"]["completion_tokens"] == 100
 
 
-async def test_who_hangs_up_is_forgotten(host: Host, session: aiohttp.ClientSession) -> None:
-    server = await host.add(spec(faults=({"kind": "never", "contains": "never"},)))
-    for text in ("never", "long"):
-        asking = asyncio.create_task(ask(session, server.url, chat(text, max_tokens=8000, ignore_eos=True)))
-        while not server.jobs:
-            await asyncio.sleep(0)
+async def test_who_hangs_up_is_forgotten(session: aiohttp.ClientSession) -> None:
+    async with Host(speed=20.0) as host:  # slow enough that the long answer is far from its end
+        server = await host.add(spec(load_s=1.0, faults=({"kind": "never", "contains": "never"},)))
+        for text in ("never", "long"):
+            asking = asyncio.create_task(ask(session, server.url, chat(text, max_tokens=8000, ignore_eos=True)))
+            while not server.jobs:
+                await asyncio.sleep(0)
+            asking.cancel()
+            while server.jobs:
+                await asyncio.sleep(0)
+        assert (await ask(session, server.url, chat()))[0] == 200
+        counters = server.simulator.counters
+        assert (counters["num_aborted_requests_total"], counters["num_requests_total"]) == (1, 1)
+
+
+@pytest.mark.parametrize("ends", ["abort", "leave"])
+async def test_what_a_request_did_before_it_was_given_up_counts(
+    host: Host, session: aiohttp.ClientSession, ends: str
+) -> None:
+    seldom = config(tokens=290_000, cap=72, slots=217, interval=10**6)  # nothing happens on the way
+    server, alone = await host.add(spec(config=seldom)), Simulator(seldom)
+    asking = asyncio.create_task(ask(session, server.url, sized(1, 50, 8000)))
+    while not any(job.whole for job in server.jobs.values()):
+        await asyncio.sleep(0)
+    (job,) = server.jobs.values()
+    await host.reached(job.arrived_s + 10.0, wanted=False)
+    alone.submit(job.arrived_s, 1, 50, 8001, 8000)
+    alone.advance(job.arrived_s + 10.0)
+    assert host.clock.now_s == job.arrived_s + 10.0
+    if ends == "leave":
+        server.leave(job)
         asking.cancel()
-        while server.jobs:
-            await asyncio.sleep(0)
-    assert (await ask(session, server.url, chat()))[0] == 200
-    assert server.simulator.gauges(host.clock.now_s + 100)["kv_used_tokens"] == 0
+    else:
+        server.abort("", everything=True)
+        _, page = await asking
+        assert page["usage"]["completion_tokens"] == alone.generated(1) + 1
+    assert server.simulator.counters[DECODED] >= alone.counters[DECODED] > 100
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
+async def test_a_prompt_that_all_but_fills_the_context_is_refused_by_the_scheduler(
+    host: Host, session: aiohttp.ClientSession, version: str
+) -> None:
+    server = await host.add(spec(version=version))
+    bodies = {size: chat("x" * 4 * (size - 8)) for size in (8185, 8186, 8191, 8192)}
+    found = {size: await ask(session, server.url, body) for size, body in bodies.items()}
+    assert [status for status, _ in found.values()] == [200, 400, 400, 400]
+    for size in (8186, 8191):
+        assert found[size][1]["message"] == ALMOST.format(size)
+    assert found[8192][1]["message"] == TOO_LONG.replace("9012", "8192")
+    status, asked_more = await ask(session, server.url, bodies[8186] | {"max_tokens": 7})
+    assert (status, "You requested a total of 8193 tokens" in asked_more["message"]) == (400, True)
+    (chunk,) = await streamed(session, server.url, bodies[8186])
+    assert (chunk["error"]["message"], chunk["error"]["type"]) == (ALMOST.format(8186), "BAD_REQUEST")
+    assert server.pace.in_flight == 0
+
+
+async def test_a_small_pool_limits_prompts_too(host: Host, session: aiohttp.ClientSession) -> None:
+    server = await host.add(spec(config=config(tokens=1000, cap=72, slots=217)))
+    info = json.loads((await get(session, f"{server.url}/server_info"))[1])
+    assert info["max_req_input_len"] == 994
+    assert [(await ask(session, server.url, sized(1, size, 3)))[0] for size in (993, 994)] == [200, 400]
 
 
 @pytest.mark.parametrize("which", [{"rid": "mine"}, {"abort_all": True}])
@@ -333,6 +394,12 @@ async def test_flush_cache_wants_an_idle_server(host: Host, session: aiohttp.Cli
     server = await host.add(spec())
     status, words = await get(session, f"{server.url}/flush_cache")
     assert (status, words.startswith("Cache flushed.")) == (200, True)
+    asking = asyncio.create_task(ask(session, server.url, chat()))
+    while not server.jobs:
+        await asyncio.sleep(0)
+    async with session.post(f"{server.url}/flush_cache") as reply:
+        assert (reply.status, await reply.text()) == (400, "Flush cache failed.\n")
+    await asking
 
 
 async def test_a_slow_server_takes_so_many_times_as_long(host: Host, session: aiohttp.ClientSession) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -170,6 +172,17 @@ def test_servers_that_start_at_once_have_one_host_and_one_clock(folder: Folder) 
     assert len(folder.hosts()) == 1
     told = VirtualTime.read(folder.path / CLOCK)
     assert told.virtual_s[-1] > 60
+
+
+def test_a_process_looks_for_a_host_only_while_it_has_the_lock(folder: Folder) -> None:
+    (port,) = ports(1)
+    with (folder.path / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = folder.start(port)
+        while not re.search(rf"-> FLOCK .* {process.pid} ", Path("/proc/locks").read_text()):  # until it waits
+            assert process.poll() is None
+            assert not (folder.path / SOCKET).exists()
+    serving(folder, port)
 
 
 def test_killing_a_process_ends_its_server_alone(folder: Folder) -> None:

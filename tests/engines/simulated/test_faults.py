@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dfexp.engines.simulated.server.faults import GARBAGE, Faults, reply
+from dfexp.engines.simulated.server.spec import Speed
 from dfexp.engines.simulated.server.text import request_key
 from dfexp.params_simulated import FaultPart
 from dfexp.quality import garbage
@@ -48,6 +49,15 @@ def test_a_server_that_starts_later_meets_what_still_goes_on_and_no_crash_that_i
     assert [due.at_s for due in one.due(21.0)] == [10.0, 15.0, 90.0]
     assert [due.at_s for due in one.due(40.0)] == [15.0, 90.0]
     assert [due.at_s for due in one.due(20.0)] == [10.0, 15.0, 20.0, 90.0]
+
+
+def test_a_crash_that_was_met_is_not_due_again() -> None:
+    parts = {"kind": "crash", "at_s": 20.0}, {"kind": "crash", "at_s": 20.0}, {"kind": "hang", "at_s": 20.0}
+    one = faults(*parts)
+    one.met[one.due()[0].number] += 1
+    assert [(due.number, due.part.kind) for due in one.due(20.0)] == [("1", "crash"), ("2", "hang")]
+    again = Faults([FaultPart.model_validate(part) for part in parts], 0, 1, json.loads(json.dumps(one.met)))
+    assert again.due(20.0) == one.due(20.0)
 
 
 def test_a_fault_of_one_server_concerns_no_other() -> None:
@@ -136,21 +146,23 @@ def test_no_faults_hit_nothing() -> None:
     ],
 )
 def test_a_status_is_answered_as_sglang_words_errors(given: dict[str, Any], status: int, kind: str) -> None:
-    answered = reply(FaultPart.model_validate({"kind": "status", **given}))
+    answered = reply(FaultPart.model_validate({"kind": "status", **given}), "max")
     assert (answered.status, answered.content_type, dict(answered.headers)) == (status, "application/json", {})
     error = json.loads(answered.body)
     assert (error["object"], error["type"], error["code"], error["param"]) == ("error", kind, status, None)
     assert error["message"]
 
 
-@pytest.mark.parametrize(("retry_after_s", "shown"), [(7.0, "7"), (0.0, "0"), (1.5, "1.5")])
-def test_a_status_may_say_when_to_come_again(retry_after_s: float, shown: str) -> None:
-    answered = reply(FaultPart(kind="status", status=429, retry_after_s=retry_after_s))
+@pytest.mark.parametrize(
+    ("retry_after_s", "speed", "shown"), [(7.0, 1.0, "7"), (0.0, 1.0, "0"), (5.0, 20.0, "0.25"), (5.0, "max", "0")]
+)
+def test_a_status_says_in_real_seconds_when_to_come_again(retry_after_s: float, speed: Speed, shown: str) -> None:
+    answered = reply(FaultPart(kind="status", status=429, retry_after_s=retry_after_s), speed)
     assert answered.headers == {"Retry-After": shown}
 
 
 def test_a_proxys_page_is_html() -> None:
-    answered = reply(FaultPart(kind="html"))
+    answered = reply(FaultPart(kind="html"), "max")
     assert (answered.status, answered.content_type) == (502, "text/html")
     assert answered.body.startswith(b"<html>")
     with pytest.raises(json.JSONDecodeError):

@@ -6,16 +6,21 @@ import asyncio
 import json
 import random
 import time
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import pytest
 
 from dfexp.engines.simulated.core import Event, Simulator, run_closed_loop
+from dfexp.engines.simulated.server.clock import STOOD_S, Clock
 from dfexp.engines.simulated.server.host import Host
+from dfexp.engines.simulated.server.pace import AWAY_S
 from dfexp.virtual_time import CLOCK, VirtualTime
 from tests.engines.simulated.servers import ask, chat, get, sized, spec
+from tests.shards.test_disk import files_at_most
 
 
 async def test_a_client_costs_no_virtual_time() -> None:
@@ -86,6 +91,33 @@ async def test_the_clock_goes_on_where_it_stood(tmp_path: Path) -> None:
     assert told.virtual_s[-1] > ended_s + 60
 
 
+def test_a_clock_that_stood_has_stood_for_who_reads_it(tmp_path: Path) -> None:
+    clock = Clock(tmp_path, "max")
+    clock.move(1.0)
+    clock.stand(idle=False)
+    stood_at = time.time()
+    time.sleep(2 * STOOD_S)
+    clock.move(2.0)
+    clock.close()
+    told = VirtualTime.read(tmp_path / CLOCK)
+    assert told.of(np.array(stood_at + STOOD_S)) == pytest.approx(1.0)
+
+
+async def test_a_full_disk_ends_no_server(tmp_path: Path) -> None:
+    async with Host(folder=tmp_path) as host, aiohttp.ClientSession() as session:
+        server, file = await host.add(spec()), tmp_path / CLOCK
+        size = file.stat().st_size
+        with files_at_most(size):
+            for _ in range(2):
+                assert (await ask(session, server.url, chat()))[0] == 200
+            assert (file.stat().st_size, host.driver.done()) == (size, False)
+        assert (await ask(session, server.url, chat()))[0] == 200
+        ended_s = host.clock.now_s
+    told = VirtualTime.read(tmp_path / CLOCK)
+    assert (told.virtual_s[1:] >= told.virtual_s[:-1]).all()
+    assert told.virtual_s[-1] == ended_s
+
+
 async def test_the_clock_waits_for_a_server_that_comes_back() -> None:
     async with Host() as host, aiohttp.ClientSession() as session:
         first, other = await asyncio.gather(host.add(spec()), host.add(spec(index=1)))
@@ -97,7 +129,43 @@ async def test_the_clock_waits_for_a_server_that_comes_back() -> None:
         assert (host.clock.now_s, answer.done()) == (stood_s, False)
         back = await host.add(spec(port=first.port))
         assert back.url == first.url
-        assert (await answer)[0] == 200
+        async with asyncio.timeout(AWAY_S / 2):  # nobody had requests at the first one: nobody is waited for
+            assert (await answer)[0] == 200
+
+
+async def working(session: aiohttp.ClientSession, url: str) -> None:
+    """A client of one request after the other."""
+    while True:
+        assert (await ask(session, url, chat(max_tokens=500, ignore_eos=True)))[0] == 200
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+async def test_the_clock_waits_for_the_client_of_a_server_that_is_back(is_drained: bool) -> None:
+    """As after a crash, or after a change of settings, with the looks at the server that follow it."""
+    long = chat(max_tokens=2000, ignore_eos=True)
+    async with Host() as host, aiohttp.ClientSession() as session:
+        first, other = await asyncio.gather(host.add(spec()), host.add(spec(index=1)))
+        beside = asyncio.create_task(working(session, other.url))
+        fed = [asyncio.create_task(ask(session, first.url, long)) for _ in range(3)]
+        while len(first.jobs) < 3:
+            await asyncio.sleep(0)
+        if is_drained:
+            assert [(await one)[0] for one in fed] == [200] * 3
+        host.remove(first)
+        ends = await asyncio.gather(*fed, return_exceptions=True)
+        assert is_drained or all(isinstance(end, aiohttp.ClientConnectionError) for end in ends)
+        back = await host.add(spec(port=first.port))
+        ready_s = host.clock.now_s
+        for probes, tokens in (1, 1), (6, 48):
+            looks = (ask(session, back.url, chat(f"{n}", max_tokens=tokens, ignore_eos=True)) for n in range(probes))
+            assert {status for status, _ in await asyncio.gather(*looks)} == {200}
+        stood_s = host.clock.now_s
+        assert stood_s - ready_s < 2.5, "time passes for the looks alone"
+        await asyncio.wait([beside], timeout=1.0)  # the client's own time
+        assert host.clock.now_s == stood_s
+        answers = await asyncio.gather(*(ask(session, back.url, long) for _ in range(3)))
+        assert [status for status, _ in answers] == [200] * 3
+        beside.cancel()
 
 
 async def test_a_scheduled_crash_cuts_its_server_and_no_other(tmp_path: Path) -> None:
@@ -116,8 +184,33 @@ async def test_a_scheduled_crash_cuts_its_server_and_no_other(tmp_path: Path) ->
             with pytest.raises(aiohttp.ClientConnectorError):
                 await get(session, f"{first.url}/ping")
             back = await host.add(spec(port=first.port, servers=2, faults=(crash,)))  # which is not hit again
-            assert [(await each)[0] for each in (going_on, ask(session, back.url, long))] == [200, 200]
+            ends = await asyncio.gather(going_on, ask(session, back.url, long))
+            assert [status for status, _ in ends] == [200, 200]
     assert log.read_text().rstrip().endswith("RuntimeError: simulated crash")
+
+
+@pytest.mark.parametrize("at_s", [100.2, 100.3])
+async def test_a_crash_happens_once_whatever_is_rounded(at_s: float, tmp_path: Path) -> None:
+    """A fleet of one comes back in the moment of its crash, the second time in another process."""
+    one = spec(faults=({"kind": "crash", "at_s": at_s},))
+    began_s, long = 61.0, chat(max_tokens=6000, ignore_eos=True)
+    assert (began_s + at_s) - began_s != at_s
+    async with Host(folder=tmp_path) as host, aiohttp.ClientSession() as session:
+        server = await host.add(one)
+        assert host.began_s == began_s
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await ask(session, server.url, long)
+        back = await host.add(replace(one, port=server.port))
+        assert (await ask(session, back.url, chat()))[0] == 200
+        crashed_s = began_s + at_s
+        assert crashed_s + 61.0 < host.clock.now_s
+    (tmp_path / CLOCK).unlink()
+    with (tmp_path / CLOCK).open("w") as file:  # as if the process had ended with its server
+        file.write(json.dumps({"real_at": time.time(), "virtual_s": crashed_s}) + "\n")
+    async with Host(folder=tmp_path) as host, aiohttp.ClientSession() as session:
+        back = await host.add(one)
+        assert host.since_s == pytest.approx(at_s + 61.0)
+        assert (await ask(session, back.url, chat()))[0] == 200
 
 
 async def test_sixty_four_servers_answer_at_once() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dfexp.engines.simulated.server.pace import GRACE_FALL, GRACE_S, LEAST_GRACE_S, QUIET_S, Grace, Pace
+from dfexp.engines.simulated.server.pace import AWAY_S, GRACE_FALL, GRACE_S, LEAST_GRACE_S, QUIET_S, Grace, Pace
 
 
 def started(requests: int, common: Grace | None = None) -> Pace:
@@ -100,3 +100,47 @@ def test_a_server_that_is_left_alone_is_given_up_while_others_are_not() -> None:
         other.left(until_s)
         other.arrived(until_s + 0.1)
     assert abs(waits[-1] - GRACE_S * GRACE_FALL**7) < 1e-6
+
+
+def test_a_client_that_worked_at_a_server_is_waited_for_when_that_is_back() -> None:
+    pace = Pace(Grace())
+    pace.returns(64, 1.0)
+    assert pace.waits_until_s(3.0, has_queue=False) == 1.0 + AWAY_S
+    pace.arrived(3.0)  # a probe: time passes for it, and only for it
+    assert pace.waits_until_s(3.0, has_queue=False) == 3.0 + QUIET_S
+    assert pace.waits_until_s(3.0 + QUIET_S, has_queue=False) is None
+    pace.left(3.1)
+    assert pace.waits_until_s(4.0, has_queue=False) == 1.0 + AWAY_S
+    for _ in range(64):
+        assert not pace.is_settled
+        pace.arrived(5.0)
+        pace.feeds()
+        if pace.in_flight < 64:
+            assert pace.waits_until_s(5.0, has_queue=False) == 5.0 + GRACE_S
+    assert pace.is_settled
+    assert pace.waits_until_s(5.0, has_queue=False) is None
+    assert pace.most == 64
+
+
+def test_a_client_that_does_not_come_back_is_waited_for_once() -> None:
+    pace = Pace(Grace())
+    pace.returns(64, 1.0)
+    assert pace.waits_until_s(1.0 + AWAY_S, has_queue=False) is None
+    assert pace.is_settled
+
+
+def test_where_no_client_worked_none_is_waited_for() -> None:
+    pace = started(6)  # probes
+    assert pace.most == 0
+    pace = Pace(Grace())
+    pace.returns(0, 1.0)
+    assert pace.waits_until_s(1.0, has_queue=False) is None
+
+
+def test_a_client_that_works_before_its_server_is_ready_is_back_already() -> None:
+    pace = Pace(Grace())
+    pace.arrived(1.0)
+    pace.feeds()
+    pace.returns(64, 1.01)
+    assert pace.waits_until_s(1.0 + QUIET_S, has_queue=False) is None
+    assert (pace.target, pace.is_settled) == (1, True)

@@ -197,6 +197,13 @@ def test_the_radix_cache_keeps_what_has_ended_until_the_room_is_needed() -> None
     assert simulator.gauges(2000.0)["kv_evictable_tokens"] == 901
 
 
+def test_the_radix_cache_keeps_whole_pages_alone() -> None:
+    simulator = at_once(config(tokens=1024, cap=4, page=16), (200, 101, 200))
+    run(simulator)
+    gauges = simulator.gauges(1000.0)
+    assert (gauges["kv_evictable_tokens"], gauges["kv_available_tokens"]) == (18 * 16, 1024 - 18 * 16)
+
+
 def test_the_radix_cache_keeps_two_state_slots_of_each_as_long_as_there_are_any() -> None:
     simulator = at_once(config(tokens=10_000, cap=1, slots=9), *[(200, 101, 200)] * 6)
     run(simulator)

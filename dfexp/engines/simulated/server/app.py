@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from functools import cache
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from aiohttp import web
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
 from dfexp.capacity.flags import rules
 from dfexp.engines.simulated.core import DECODED, PREFILLED
@@ -26,17 +26,25 @@ if TYPE_CHECKING:
 
 HEALTH_POLLS = 20
 """/health looks for an output so often, once in a virtual second."""
+PROBE_TOKENS = 48
+"""A request for no more tokens than that may only ask whether the server serves."""
 NEWER_PAGES = 14
 """The patch of 0.5 that brought /ready, and a /v1/loads that answers."""
-JSON = "application/json"
+JSON, EVENTS = "application/json", "text/event-stream; charset=utf-8"
 _writer = cache(Writer)
+_CONTENT = TypeAdapter[Any](str | list[dict[str, Any]] | None)
 _Page = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def _has_content(message: dict[str, Any]) -> dict[str, Any]:
+    _CONTENT.validate_python(message.get("content"))
+    return message
 
 
 class ChatBody(BaseModel):
     """What counts of a chat request; other fields are ignored."""
 
-    messages: list[dict[str, str | list[Any] | dict[str, Any] | None]] = Field(min_length=1)
+    messages: list[Annotated[dict[str, Any], AfterValidator(_has_content)]] = Field(min_length=1)
     model: str = "default"
     rid: str = ""
     n: int = Field(1, ge=1)
@@ -101,7 +109,8 @@ class App:
         try:
             return await self._complete(request, ChatBody.model_validate_json(data), job)
         except PromptTooLong:
-            return answer(*pages.too_long(self._spec, job.prompt))
+            status, page = pages.too_long(self._spec, job.prompt, streaming=job.is_stream)
+            return answer(status, page, EVENTS if status == 200 else JSON)
         finally:
             self._server.leave(job)
 
@@ -109,27 +118,31 @@ class App:
         """Answer a request, or do what a fault does to it. Raises PromptTooLong."""
         spec, server = self._spec, self._server
         key, job.prompt = request_key(body.messages, spec.seed, body.seed), prompt_tokens(body.messages)
-        since_s = server.host.since_s
+        asked, since_s = body.max_completion_tokens or body.max_tokens, server.host.since_s
+        if asked is None or asked > PROBE_TOKENS:
+            server.pace.feeds()
         fault = None if since_s is None else server.faults.of_request(key, said(body.messages), since_s)
         kind = fault.kind if fault else ""
         if fault and kind in ("status", "html"):
             if fault.retry_after_s is not None:
                 server.host.reached(job.arrived_s + fault.retry_after_s)
-            instead = reply(fault)
+            instead = reply(fault, server.host.clock.speed)
             return answer(instead.status, instead.body, instead.content_type, instead.headers)
         if kind == "crash":
             server.crash()
         if kind in ("crash", "never"):
             await job.changed.wait()  # until the connection breaks
         room = spec.config.server.context_length - job.prompt
-        most = body.max_completion_tokens or body.max_tokens or room
+        most = asked or room
         if body.n > 1:
             return answer(*pages.bad_request(f"n = {body.n}: simulated servers give one answer. Ask n times."))
         if most > room > 0:
             return answer(*pages.over_context(spec, job.prompt, most))
+        job.rid, job.is_stream = body.rid or f"{key:016x}{job.number:016x}", body.stream
+        if job.prompt >= pages.longest_input(spec):
+            raise PromptTooLong(f"{job.prompt} prompt tokens.")
         # One that is to ignore its end would never end by itself.
         job.whole = most + 1 if body.ignore_eos else max(drawn(spec.completion, key), body.min_tokens)
-        job.rid, job.is_stream = body.rid or f"{key:016x}{job.number:016x}", body.stream
         server.submit(job, most)
         thinking = spec.thinking and (body.chat_template_kwargs or {}).get("enable_thinking") is not False
         text = _writer(spec.seed).answer(key, min(job.whole, most), thinking=thinking, whole=job.whole)
@@ -148,7 +161,7 @@ class App:
         self, request: web.BaseRequest, job: Job, text: str, made: pages.Completion, *, has_usage: bool, is_cut: bool
     ) -> web.StreamResponse:
         """Send what there is of a text whenever time has passed."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response = web.StreamResponse(headers={"Content-Type": EVENTS})
         await response.prepare(request)
         sent, shown, is_over = 0, made.first(), False
         while not is_over:
@@ -209,7 +222,8 @@ class App:
         return answer(200)
 
     async def _flush_cache(self, request: web.BaseRequest) -> web.StreamResponse:
-        return answer(400 if self._server.jobs else 200, b"Cache flushed.\n", "text/plain")
+        status, words = (400, b"Flush cache failed.\n") if self._server.jobs else (200, b"Cache flushed.\n")
+        return answer(status, words, "text/plain")
 
     async def _abort_request(self, request: web.BaseRequest) -> web.StreamResponse:
         wanted = AbortBody.model_validate_json(await request.read())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from dfexp.engines.simulated.server.spec import Speed
+from dfexp.errors import StorageError
 from dfexp.jsonl import AppendLog
 from dfexp.virtual_time import CLOCK, VirtualTime
 
@@ -85,5 +87,6 @@ class Clock:
 
     def _write(self, at: float) -> None:
         self._written_at = at
-        if self._log is not None:
-            self._log.append([{"real_at": at, "virtual_s": self._now_s}])
+        with suppress(StorageError):  # a full disk ends no server
+            if self._log is not None:
+                self._log.append([{"real_at": at, "virtual_s": self._now_s}])

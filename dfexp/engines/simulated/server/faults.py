@@ -12,6 +12,7 @@ from hashlib import blake2b
 from math import inf
 
 from dfexp.engines.simulated.server.pages import refused
+from dfexp.engines.simulated.server.spec import Speed
 from dfexp.params_simulated import FaultPart
 
 GARBAGE = "!"
@@ -20,8 +21,9 @@ GARBAGE = "!"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """A change of the whole server at second `at_s`, over at `until_s` (None: it stays)."""
+    """A change of the whole server at second `at_s`, over at `until_s` (None: it stays); `number` is the fault's."""
 
+    number: str
     at_s: float
     until_s: float | None
     part: FaultPart
@@ -38,28 +40,36 @@ class Reply:
 
 
 class Faults:
-    """Those of the parameter file's faults that concern server `index`. It outlives restarts: it counts `times`."""
+    """Those of the parameter file's faults that concern server `index`.
 
-    def __init__(self, parts: Sequence[FaultPart], index: int, seed: int) -> None:
-        mine = [(number, part) for number, part in enumerate(parts) if part.server in (None, index)]
+    Attributes:
+        met: how often crashes and faults of requests happened, by their numbers in the file. It outlives restarts.
+
+    """
+
+    def __init__(self, parts: Sequence[FaultPart], index: int, seed: int, met: Mapping[str, int] | None = None) -> None:
+        mine = [(str(number), part) for number, part in enumerate(parts) if part.server in (None, index)]
         self._to_requests = [(number, part) for number, part in mine if part.is_to_requests]
-        self._on_schedule = [part for _, part in mine if not part.is_to_requests]
-        self._seed, self._met = seed, Counter[int]()
+        self._on_schedule = [(number, part) for number, part in mine if not part.is_to_requests]
+        self._seed, self.met = seed, Counter[str](met or {})
 
     def due(self, since_s: float = 0.0) -> list[Due]:
-        """What is scheduled for a server that starts at `since_s`, in order; what goes on by then is among it."""
+        """What is scheduled for a server that starts at `since_s`, in order; what goes on by then is among it.
+
+        A crash that was met is not: its server comes back in the moment of the crash, give or take a rounding.
+        """
         found = []
-        for part in self._on_schedule:
+        for number, part in self._on_schedule:
             at_s = part.at_s or 0.0
             until_s = None if part.for_s is None else at_s + part.for_s
             is_over = at_s < since_s if part.kind == "crash" else until_s is not None and until_s <= since_s
-            if part.kind != "oom_at_start" and not is_over:
-                found.append(Due(at_s=at_s, until_s=until_s, part=part))
+            if part.kind != "oom_at_start" and not is_over and not self.met[number]:
+                found.append(Due(number=number, at_s=at_s, until_s=until_s, part=part))
         return sorted(found, key=lambda due: due.at_s)
 
     def fails_to_start(self, number: int) -> FaultPart | None:
         """The fault that ends start `number` of this server, counted from 1."""
-        parts = (part for part in self._on_schedule if part.kind == "oom_at_start")
+        parts = (part for _, part in self._on_schedule if part.kind == "oom_at_start")
         return next((part for part in parts if number <= (part.times or 1)), None)
 
     def of_request(self, key: int, text: str, at_s: float) -> FaultPart | None:
@@ -73,17 +83,21 @@ class Faults:
             digest = blake2b(f"{self._seed} {number} {key}".encode(), digest_size=7).digest()
             is_drawn = int.from_bytes(digest, "big") < (part.share or 1.0) * 2**56
             is_meant = is_drawn and (part.contains or "") in text
-            if is_time and is_meant and self._met[number] < (part.times or inf):
-                self._met[number] += 1
+            if is_time and is_meant and self.met[number] < (part.times or inf):
+                self.met[number] += 1
                 return part
         return None
 
 
-def reply(part: FaultPart) -> Reply:
-    """The answer of a `status` fault as SGLang words errors, of an `html` fault a proxy's page."""
+def reply(part: FaultPart, speed: Speed) -> Reply:
+    """The answer of a `status` fault as SGLang words errors, of an `html` fault a proxy's page.
+
+    Its Retry-After is in the client's seconds, which are real ones: 0 on a clock that goes as fast as the client can.
+    """
     if part.kind == "html":
         page = "<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>\r\n"
         return Reply(status=502, content_type="text/html", body=page.encode())
     status, body = refused(part.answered_status, "simulated fault")
-    waits = {} if part.retry_after_s is None else {"Retry-After": f"{part.retry_after_s:g}"}
+    scale = 0.0 if speed == "max" else 1 / speed
+    waits = {} if part.retry_after_s is None else {"Retry-After": f"{part.retry_after_s * scale:g}"}
     return Reply(status=status, content_type="application/json", body=body, headers=waits)

@@ -57,7 +57,9 @@ class Host:
         self._order, self._events = count(), list[tuple[float, int, Server]]()
         self._wanted: _Timers = []
         self._passive: _Timers = []
-        self._starts, self._faults = Counter[str](past.get("starts", {})), dict[object, Faults]()
+        self._starts, self._faults = Counter[str](past.get("starts", {})), dict[str, Faults]()
+        self._met: dict[str, dict[str, int]] = past.get("met", {})
+        self._fed: dict[str, int] = past.get("fed", {})  # what was in flight at a port whose server has ended
         self._away_until_s: dict[int, float] = {}
         self._woken: asyncio.Future[None] | None = None
 
@@ -87,11 +89,12 @@ class Host:
         Args: sock, bound to its address; log, where its lines go, a descriptor; ended, called with the exit status
         when it ends by itself.
         """
-        which = spec.index, spec.seed, spec.faults
+        which = repr((spec.index, spec.seed, spec.faults))
         self._starts[str(spec.index)] += 1
-        faults = self._faults.setdefault(which, Faults(spec.faults, spec.index, spec.seed))
+        faults = Faults(spec.faults, spec.index, spec.seed, self._met.get(which))
+        faults = self._faults.setdefault(which, faults)
         server = Server(self, spec, sock, log, faults, self._starts[str(spec.index)], ended)
-        self._remember()
+        self.remember()
         self.servers.add(server)
         self._away_until_s.pop(server.port, None)
         return server
@@ -102,6 +105,8 @@ class Host:
             for servers in (self.servers, self._changed, self._unsettled, self.streaming):
                 servers.discard(server)
             server.turn = -1
+            if server.pace.most:
+                self._fed[str(server.port)] = server.pace.most
             self._away_until_s[server.port] = time.monotonic() + AWAY_S
             server.close()
             self.wake()
@@ -115,10 +120,12 @@ class Host:
 
     def serves(self, server: Server) -> None:
         """A server is ready. Once all of its fleet are, what is scheduled begins to count."""
+        server.pace.returns(self._fed.get(str(server.port), 0), time.monotonic())
+        self.changed(server)
         self._served.add(server.spec.index)
         if self.began_s is None and len(self._served) >= server.spec.servers:
             self.began_s = self.clock.now_s
-            self._remember()
+            self.remember()
         if self.began_s is not None:
             self._begun.set()
 
@@ -133,10 +140,13 @@ class Host:
         """Virtual seconds since the beginning; None before it."""
         return None if self.began_s is None else self.clock.now_s - self.began_s
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
+        """Write what the next host of this folder has to know."""
+        met = self._met | {which: faults.met for which, faults in self._faults.items() if faults.met}
+        past = {"began_s": self.began_s, "starts": self._starts, "met": met, "fed": self._fed}
         with suppress(StorageError):  # a full disk ends no server
             if self._past is not None:
-                write_atomic(self._past, json.dumps({"began_s": self.began_s, "starts": self._starts}).encode())
+                write_atomic(self._past, json.dumps(past).encode())
 
     def look(self, server: Server) -> None:
         """Bring a server up to now."""

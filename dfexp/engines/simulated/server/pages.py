@@ -91,7 +91,7 @@ def _values(spec: ServerSpec, **more: Any) -> dict[str, Any]:
         "slots": memory.max_mamba_cache_size, "tokens": memory.max_total_num_tokens,
         "cap": memory.max_running_requests, "chunk": args["chunked_prefill_size"],
         "prefill": server.flags.max_prefill_tokens, "context": server.context_length,
-        "longest": server.context_length - 6, "architecture": server.shape.architecture,
+        "longest": longest_input(spec), "architecture": server.shape.architecture,
         "accelerator": server.gpu.name, "accelerators": server.flags.tp_size,
         "free": left + weights, "left": left, "available": left - (memory.state_bytes + memory.kv_bytes) / GIB,
         "weights": round(weights, 2), "kv": round(memory.kv_bytes / GIB, 2),
@@ -149,9 +149,19 @@ def loads_page(spec: ServerSpec, gauges: Mapping[str, float], *, pending: int, a
     return dict(_filled(_words(spec.version)["loads"], values))
 
 
-def too_long(spec: ServerSpec, prompt: int) -> Refusal:
-    """A prompt that fills the context or more."""
-    return bad_request(_words(spec.version)["too_long"].format(**_values(spec, prompt=prompt)))
+def longest_input(spec: ServerSpec) -> int:
+    """The prompt tokens from which on the scheduler refuses a request; the context may have room for a few more."""
+    return min(spec.config.server.context_length, spec.config.memory.max_total_num_tokens) - 6
+
+
+def too_long(spec: ServerSpec, prompt: int, *, streaming: bool = False) -> Refusal:
+    """A prompt that fills the context, or so much that the scheduler refuses it: in a stream, with status 200."""
+    is_late = prompt < spec.config.server.context_length
+    words = _words(spec.version)["input_too_long" if is_late else "too_long"].format(**_values(spec, prompt=prompt))
+    status, page = bad_request(words)
+    if not (is_late and streaming):
+        return status, page
+    return 200, b'data: {"error":%b}\n\n' % page.replace(b"BadRequestError", b"BAD_REQUEST") + DONE
 
 
 def over_context(spec: ServerSpec, prompt: int, max_tokens: int) -> Refusal:

@@ -100,11 +100,8 @@ class Server:
     async def start(self) -> None:
         """Load the model, listen, warm up. Returns when it serves, or has ended."""
         live = self._begin(self._live())
-        since_s = self.host.since_s
-        for due in self.faults.due(since_s or 0.0):
-            # The clock stands while a crashed server is away: it comes back in the moment of its crash.
-            if due.part.kind != "crash" or since_s is None or due.at_s > since_s:
-                self._begin(self._befall(due))
+        for due in self.faults.due(self.host.since_s or 0.0):
+            self._begin(self._befall(due))
         await asyncio.wait([live])
         if not live.cancelled():
             live.result()
@@ -126,6 +123,7 @@ class Server:
         """It ends by itself, with these last words in its log."""
         self._print(words)
         self.host.remove(self)
+        self.host.remember()  # the host may end with this server
         if self._ended is not None:
             self._ended(1)
 
@@ -149,7 +147,8 @@ class Server:
         return job.ended.tokens if job.ended else self.simulator.generated(job.number)
 
     def abort(self, rid: str, *, everything: bool) -> None:
-        """End the requests whose id begins so, or all; they are answered what there is."""
+        """End the requests whose id begins so, or all; they are answered what there is by now."""
+        self.host.look(self)
         for job in self.jobs.values():
             if job.whole and (everything or (rid and job.rid.startswith(rid))):
                 self.simulator.abort(job.number)
@@ -157,6 +156,8 @@ class Server:
 
     def leave(self, job: Job) -> None:
         """It is answered, or its client has hung up: then the simulator gives it up too."""
+        if job.ended is None and self in self.host.servers:
+            self.host.look(self)  # what it did until now is done
         if self.jobs.pop(job.number, None) is not None:
             if job.ended is None:
                 self.simulator.abort(job.number)
@@ -225,6 +226,7 @@ class Server:
         """Let a scheduled fault happen when its time comes, until it is over."""
         await self.host.due(due.at_s)
         if due.part.kind == "crash":
+            self.faults.met[due.number] += 1
             self.crash()
             return
         self._turn(due.part, on=True)
