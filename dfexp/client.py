@@ -53,7 +53,9 @@ _SIZES = (
     re.compile(r"request \((?P<prompt>\d+) tokens\) exceeds the available context size \((?P<context>\d+)", re.S),
 )
 _TOO_LONG = re.compile(
-    r"(longer than|exceeds?|maximum) .{0,60}context|context.{0,20}(length|size|window).{0,40}exceed", re.I | re.S
+    r"(longer than|exceeds?|maximum) .{0,60}context|context.{0,20}(length|size|window).{0,40}exceed"
+    r"|input length .{0,20}exceeds",
+    re.I | re.S,
 )
 
 

@@ -66,6 +66,8 @@ async def test_the_request_carries_key_model_sampling_and_max_tokens() -> None:
          errors.PromptTooLong, "9012"),
         (error(500, "The input (8192 tokens) is longer than the model's context length (8192 tokens)."),
          errors.PromptTooLong, "8192"),
+        (error(400, "Input length (8186 tokens) exceeds the maximum allowed length (8186 tokens). Use less."),
+         errors.PromptTooLong, "8186"),
         (Raw(400, json.dumps({"error": {"code": 400, "message": "request exceeds", "type": "exceed_context_size_error",
                                         "n_prompt_tokens": 5000, "n_ctx": 2048}})), errors.PromptTooLong, "exceeds"),
         (Raw(200, "<html>proxy</html>", "text/html"), errors.BadAnswer, "proxy"),
