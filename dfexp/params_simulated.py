@@ -39,7 +39,8 @@ class FaultPart(PlanPart):
 
     @model_validator(mode="after")
     def _means_something(self) -> Self:
-        known, what, fields = _MEANING[self.kind], self.kind, type(self).model_fields
+        what: str = self.kind
+        known, fields = _MEANING[self.kind], type(self).model_fields
         given = {name for name, field in fields.items() if getattr(self, name) != field.default} - {"kind", "server"}
         if self.kind == "crash" and not self.is_to_requests:
             if self.at_s is None:
