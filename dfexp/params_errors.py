@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -31,7 +31,7 @@ class _Key(NamedTuple):
 
 def explain(error: ValidationError, tree: Mapping[str, Any], spec: type[BaseModel]) -> list[str]:
     """One line for each wrong key: the key, its value, what would be right or the nearest right key, its meaning."""
-    known = list(_keys(spec))
+    known = list(_keys(spec, tree))
     found: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for item in error.errors(include_url=False):
         found.setdefault(_path(item, tree), []).append(item)
@@ -69,15 +69,19 @@ def looks_secret(name: str, value: Any) -> bool:
     return bool(SECRET_KEY.search(name)) or (not is_path and hide_secrets(str(value)) != str(value))
 
 
-def _keys(model: type[BaseModel], loc: tuple[str, ...] = (), dotted: str = "") -> Iterator[_Key]:
-    """Every key of the model and of the groups in it, those of all engines."""
+def _keys(model: type[BaseModel], tree: Any, loc: tuple[str, ...] = (), dotted: str = "") -> Iterator[_Key]:
+    """Every key of the model and of the groups in it, those of all engines, and of groups that the tree names."""
     engine = loc[1] if len(loc) == 2 and "engine" in model.model_fields else None
     for name, field in model.model_fields.items():
         yield _Key((*loc, name), dotted + name, engine, field.description)
+        given: Any = tree.get(name) if isinstance(tree, Mapping) else None
         for group in (field.annotation, *get_args(field.annotation)):
             if isinstance(group, type) and issubclass(group, BaseModel):
                 tag = get_args(group.model_fields["engine"].annotation) if field.discriminator else ()
-                yield from _keys(group, (*loc, name, *tag), f"{dotted}{name}.")
+                is_named = get_origin(field.annotation) is dict and isinstance(given, Mapping)
+                parts = {(str(own),): part for own, part in given.items()} if is_named else {(): given}
+                for own, part in parts.items():
+                    yield from _keys(group, part, (*loc, name, *tag, *own), ".".join((dotted + name, *own, "")))
 
 
 def _path(item: ErrorDetails, tree: Any) -> tuple[str | int, ...]:

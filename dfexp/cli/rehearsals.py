@@ -6,13 +6,14 @@ import argparse
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from dfexp import generate, notebook, rehearse
 from dfexp.cli.attendant import stop_signals
-from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say, told
+from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, say, told
 from dfexp.errors import DfexpError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import project_root
@@ -21,33 +22,52 @@ from dfexp.layout import project_root
 def rehearsal(args: argparse.Namespace) -> int:
     """`dfexp rehearse PARAMS`: a run of SGLang servers, or variants of it, on simulated ones; takes no GPU."""
     root, speed = project_root(), [f"fleet.speed={args.speed}"] if args.speed else []
-    lines, done, outcome = list[dict[str, Any]](), list[str](), EXIT_OK
+    lines, finished, outcome = list[dict[str, Any]](), list[rehearse.Variant](), EXIT_OK
     variants = rehearse.read(args.params, root, [*args.set, *speed], args.only, args.hours)
     for number in (signal.SIGTERM, signal.SIGHUP):  # they interrupt as Ctrl-C does, so that servers are stopped
         signal.signal(number, signal.default_int_handler)
-    for variant in variants:
+    with rehearse.held(variants, root):
+        for remark in rehearse.remarks(variants):
+            print(f"  {remark}", file=sys.stderr, flush=True)
+        for variant in variants:
 
-        def tell(step: str, name: str = variant.name) -> None:
-            print(f"  {time.strftime('%H:%M:%S')} {name}: {step}", file=sys.stderr, flush=True)
+            def tell(step: str, name: str = variant.name) -> None:
+                print(f"  {time.strftime('%H:%M:%S')} {name}: {step}", file=sys.stderr, flush=True)
 
-        try:
+            spec, folder = variant.spec, generate.run_folder(variant.spec, root)
             try:
-                limits = rehearse.play(variant, root, tell)
-            finally:
-                with stop_signals():  # a second Ctrl-C leaves no servers behind
-                    rehearse.end(variant.spec, root)
-            lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
-            group = variant.spec.report.model_copy(update={"compare": done[:]})  # beside those before it
-            spec, folder = variant.spec.model_copy(update={"report": group}), generate.run_folder(variant.spec, root)
-            tell(f"report: {notebook.execute('04_report', spec, folder, root)}")
-            done.append(spec.run)
-        except DfexpError as error:  # the other variants tell all the same
-            outcome = told(f"{variant.name}: {error}", EXIT_FAILED)
-    if lines:
-        table, path = pd.DataFrame(lines), root / variants[0].spec.outputs / f"{args.params.stem}-simulated"
-        as_json = table.to_json(orient="records", indent=1)
-        write_atomic(path.with_suffix(".json"), as_json.encode())
-        write_atomic(path.with_suffix(".csv"), table.to_csv(index=False).encode())
-        shown = rehearse.frame(lines).to_string(), rehearse.about(variants[0]), f"Tables: {path}.csv, {path.name}.json"
-        say(as_json if args.json else "\n\n".join((f"SIMULATED: {args.params}", *shown)))
+                try:
+                    limits = rehearse.play(variant, root, tell)
+                finally:
+                    with stop_signals():  # a second Ctrl-C leaves no servers behind
+                        rehearse.end(spec, root)
+                if not args.no_whole:
+                    tell(f"simulating all {variant.setting.prompts:,} prompts without servers; 700,000 take a minute")
+                lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
+                group = spec.report.model_copy(update={"compare": [each.spec.run for each in finished]})
+                finished.append(variant)
+                tell(
+                    f"report: {notebook.execute('04_report', spec.model_copy(update={'report': group}), folder, root)}"
+                )
+            except DfexpError as error:  # the other variants tell all the same
+                outcome = told(f"{variant.name}: {error}", EXIT_FAILED)
+            except KeyboardInterrupt:  # those before it tell all the same
+                outcome = told(f"{variant.name}: interrupted", EXIT_CTRL_C)
+                break
+        if finished:
+            _conclude(args, finished, lines, is_part=bool(args.only) or outcome == EXIT_CTRL_C)
     return outcome
+
+
+def _conclude(args: argparse.Namespace, finished: list[rehearse.Variant], lines: list[Any], *, is_part: bool) -> None:
+    """Write the tables, a part of them under a name of its own, and show them."""
+    root, names = project_root(), [each.name for each in finished] if is_part else []
+    path = root / finished[0].spec.outputs / "-".join((args.params.stem, *names, "simulated"))
+    table = pd.DataFrame(lines)
+    as_json = table.to_json(orient="records", indent=1)
+    write_atomic(Path(f"{path}.json"), as_json.encode())
+    write_atomic(Path(f"{path}.csv"), table.to_csv(index=False).encode())
+    folders = "".join(f"\n  {generate.run_folder(each.spec, root).path}" for each in finished)
+    runs = f"Runs, for dfexp status FOLDER and dfexp report FOLDER:{folders}\nTables: {path}.csv, {path.name}.json"
+    shown = rehearse.frame(lines).to_string(), rehearse.about(finished[0]), runs
+    say(as_json if args.json else "\n\n".join((f"SIMULATED: {args.params}", *shown)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from dfexp import control, fleet, generate, virtual_time
@@ -15,6 +16,7 @@ from dfexp.jsonl import disk, encode_line, read_json
 from dfexp.params import RunSpec
 from dfexp.records import ServerLimits
 from dfexp.rehearse.variants import Variant
+from dfexp.shards.files import lock
 from dfexp.tables import duration
 
 _POLL_S, _STOP_S = 0.2, 60.0
@@ -25,18 +27,36 @@ def clock_of(spec: RunSpec, root: Path) -> Path:
     return generate.fleet_folder(spec, root).path / virtual_time.CLOCK
 
 
+@contextlib.contextmanager
+def held(variants: Iterable[Variant], root: Path) -> Iterator[None]:
+    """Keep the names of rehearsals for this process until the context, or the process, ends.
+
+    All else is left as it is. Raises LockedError: another process, which it names, has one; RunError: the folder of
+    that name is of something else; OSError: the disk refuses.
+    """
+    with contextlib.ExitStack() as locks:
+        for spec in (each.spec for each in variants):
+            # A folder of its own: the rehearsal's is removed when it is made anew.
+            ours, names = generate.run_folder(spec, root), root / spec.outputs / "going_on" / spec.run
+            names.mkdir(parents=True, exist_ok=True)
+            locks.callback(os.close, lock(names))
+            if ours.run_json.exists() and read_json(ours.run_json)["spec"]["fleet"]["engine"] != "simulated":
+                raise RunError(f"{ours.path} is no rehearsal, and is left as it is. Move it away.")
+        yield
+
+
 def play(variant: Variant, root: Path, tell: Callable[[str], None]) -> ServerLimits:
     """Make a rehearsal anew. Returns what a server said of itself, when the hours are over or all rows are done.
 
-    Whoever calls it calls `end` afterwards, whatever happened.
+    Whoever calls it has it `held`, and calls `end` afterwards, whatever happened.
 
     Args: tell, called with each step, and then once in each `generation.progress_interval_s`.
-    Raises RunError: the run failed, a rehearsal of this name is going on, or its folder is of something else;
-    and what `fleet.up`, `Fleet.wait_ready` and `generate.start` raise.
+    Raises RunError: the run failed, or an earlier one does not end; and what `fleet.up`, `Fleet.wait_ready` and
+    `generate.start` raise.
     """
     spec, folder = variant.spec, generate.run_folder(variant.spec, root)
     _clear(spec, root)
-    if variant.is_drawn:
+    if variant.missing:
         write_prompts(variant, root / str(spec.prompts.path))
     the_fleet, _ = fleet.up(spec, root)
     the_fleet.wait_ready(spec.fleet.start_timeout_s, tell)
@@ -68,13 +88,11 @@ def end(spec: RunSpec, root: Path) -> None:
 
 
 def _clear(spec: RunSpec, root: Path) -> None:
-    """Remove an earlier rehearsal, and nothing else."""
+    """Remove an earlier rehearsal."""
     folder, clock = generate.run_folder(spec, root), clock_of(spec, root)
-    if folder.run_json.exists() and read_json(folder.run_json)["spec"]["fleet"]["engine"] != "simulated":
-        raise RunError(f"{folder.path} is no rehearsal, and is left as it is. Move it away.")
+    end(spec, root)  # one whose command was killed may go on
     if living := control.living_process(folder):
-        raise RunError(f"a rehearsal {folder.name!r} is going on (pid {living.pid}): dfexp stop {folder.path}")
-    end(spec, root)
+        raise RunError(f"an earlier rehearsal {folder.name!r} does not end: stop process {living.pid}.")
     for ours in (folder.run_json, clock):
         if ours.exists():
             with disk(f"remove {ours.parent}", "Fix the folder."):

@@ -29,18 +29,20 @@ from dfexp.virtual_time import VirtualTime
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput")
 _LONGEST_S = 30.0
 """In so many seconds every server that works writes a line."""
+_AWAY = ("server_down", "server_back")
 _ABOUT = """\
 State slots, request cap, KV tokens: as a server said. From running to fleet tok/s: means of all servers' decode lines
 over the second half of the time until operators looked (until the end where nobody did); in fleet tok/s servers that
-were away count 0. Completions: those that the client had by then. Steady: as above, over the rehearsal's last half.
-Whole run: the scheduler's model alone, without servers and client. Error: against the nearest value that was seen.
+were away count 0. Completions: those that the client had by then. Last half: of what was rehearsed. Rows sent again:
+done at a later attempt. Away: seconds of the simulated time. Whole run: the scheduler's model alone, without servers,
+faults and client. Error: against the nearest value that was seen.
 Planned tokens of prompts: {prompts}; of completions: {completions}.
 The rehearsals' prompts {are}."""
 
 
 def about(variant: Variant) -> str:
     """What the table's lines mean, and what was assumed."""
-    load, are = variant.setting.workload, "are drawn from that" if variant.is_drawn else "are those of the run file"
+    load, are = variant.setting.workload, "are drawn from that" if variant.missing else "are those of the run file"
     return _ABOUT.format(prompts=load.prompt.label, completions=load.completion.label, are=are)
 
 
@@ -62,22 +64,23 @@ def rows(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool) -> 
 
 
 def frame(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """The table for a reader: for each figure what was simulated in each variant, what was seen, and the error."""
+    """The table for a reader: for each figure what was simulated in each variant; what was seen, and the error."""
     columns: dict[str, dict[str, list[str]]] = {}
     for line in lines:
         ends = dict.fromkeys(f"{line[end]:,g}" for end in ("seen_low", "seen_high") if line[end] is not None)
-        error = "" if line["error"] is None else f"{line['error']:+.1%}"
+        error = "" if line["error"] is None else f"{line['error']:+z.1%}"
         cells = [text(line["simulated"]), "-".join(ends), error]
         columns.setdefault(line["variant"], {})[_label(line["figure"])] = cells
     heads = ["simulated", "seen", "error"]
     parts = [pd.DataFrame.from_dict(cells, orient="index", columns=heads) for cells in columns.values()]
-    return pd.concat(parts, axis=1, keys=columns).fillna("")
+    table = pd.concat(parts, axis=1, keys=columns).fillna("")
+    return table.loc[:, (table != "").any()]
 
 
 def _label(figure: str) -> str:
-    for start, name in (("steady_", "steady"), ("whole_run_", "whole run")):
+    for start, words in (("steady_", "{} (last half)"), ("whole_run_", "whole run: {}")):
         if figure.startswith(start):
-            return f"{name}: {_label(figure.removeprefix(start))}"
+            return words.format(_label(figure.removeprefix(start)))
     field = SeenPart.model_fields.get(figure)
     return str(field.description) if field else figure.replace("_", " ").replace("cpu", "CPU")
 
@@ -91,6 +94,7 @@ def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool)
     end_s = min(variant.hours * 3600, float(finished_s.max()))
     at_s = variant.seen.at_s if variant.seen else end_s
     tokens, servers = data.rows["completion_tokens"][finished_s <= at_s], (data.status or {})["servers"]
+    away = [_away(data.events, server["name"]) for server in servers]
     lines = _lines(generate.fleet_folder(variant.spec, root).logs, clock, began_s)
     steady = _means(lines, setting, end_s / 2, end_s)
     found = {
@@ -104,6 +108,8 @@ def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool)
         "rehearsed_hours": end_s / 3600,
         "restarts": sum(server["restarts"] for server in servers),
         "rows_failed": len(data.failures),
+        "rows_sent_again": int((data.rows["attempt"] > 1).sum()),
+        **{f"server_{place}_away_s": away_s for place, away_s in enumerate(away) if away_s},
     }
     if whole:
         run = simulate(setting, servers[0]["limit"], setting.prompts)
@@ -111,6 +117,14 @@ def _figures(variant: Variant, root: Path, limits: ServerLimits, *, whole: bool)
         found |= {"whole_run_hours": seconds / 3600, "whole_run_tok_per_s_per_gpu": sum(run.tokens) / seconds / gpus}
         found |= {"whole_run_retractions": run.retracted, "whole_run_cpu_s_to_simulate": run.cpu_s}
     return found
+
+
+def _away(events: Sequence[Mapping[str, Any]], server: str) -> float:
+    """Virtual seconds that a server was away for; one that did not come back, until the last event."""
+    down, back = (
+        [line["at"] for line in events if line["event"] == what and line["server"] == server] for what in _AWAY
+    )
+    return float(sum([*back, *(line["at"] for line in events[-1:])][: len(down)]) - sum(down))
 
 
 def _lines(logs: Path, clock: VirtualTime, began_s: float) -> pd.DataFrame:

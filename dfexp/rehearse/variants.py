@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -27,6 +27,8 @@ SAMPLE_INTERVAL_S = 0.25
 """Real seconds, of which each may be minutes of the servers' clock."""
 LEAST_STALL_S = 30.0
 """A rehearsal looks stuck for up to ten real seconds while a server is away, since the clock then waits for it."""
+_NO_PLAN: Part = {"flags": None, "servers": None}
+"""Flags and servers of the fleet are launched, whatever the plan compares them with."""
 
 
 class SeenPart(Group):
@@ -67,14 +69,14 @@ class RehearsalFile(Group):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One rehearsal. `is_drawn`: its prompts are made up, since those of the run file are not here."""
+    """One rehearsal. `missing`: files of prompts that are not here; if there are any, all prompts are made up."""
 
     name: str
     spec: RunSpec
     setting: Setting
     seen: SeenPart | None
     hours: float
-    is_drawn: bool
+    missing: list[str]
 
 
 def read(path: Path, root: Path, overrides: Sequence[str], only: Collection[str], hours: float | None) -> list[Variant]:
@@ -83,20 +85,22 @@ def read(path: Path, root: Path, overrides: Sequence[str], only: Collection[str]
     Args: overrides, as `params.load` has them, for all variants; only, names of variants, none for all; hours, virtual
     ones, instead of the file's.
     """
-    tree = params.read_yaml(path)
-    if "variants" not in tree:  # a run file, rehearsed as it is
+    tree, source = params.read_yaml(path), str(path)
+    if not {"over", "variants"} & tree.keys():  # a run file, rehearsed as it is
         tree = {"over": path.name, "variants": {"run": {}}}
+    if hours is not None:
+        tree, source = {**tree, "hours": hours}, f"{path} with --hours {hours:g}"
     try:
         file = RehearsalFile.model_validate(tree)
     except ValidationError as error:
         lines = explain(error, tree, RehearsalFile)
-        raise ParamsError("\n  ".join((f"{path}: {len(lines)} wrong parameter(s).", *lines))) from None
+        raise ParamsError("\n  ".join((f"{source}: {len(lines)} wrong parameter(s).", *lines))) from None
     if unknown := set(only) - file.variants.keys():
         raise ParamsError(f"--only {unknown.pop()}: no such variant. {path} has: {', '.join(file.variants)}.")
     base, found, mistakes = _base(path.parent / file.over), list[Variant](), list[str]()
-    for name in only or file.variants:
+    for name in dict.fromkeys(only or file.variants):
         try:
-            found.append(_variant(name, base, file.variants[name], overrides, root, hours or file.hours))
+            found.append(_variant(name, base, file.variants[name], overrides, root, file.hours))
         except DfexpError as error:
             mistakes.append(f"{path}, {name}: {error}")
     if mistakes:
@@ -106,15 +110,17 @@ def read(path: Path, root: Path, overrides: Sequence[str], only: Collection[str]
 
 def _base(path: Path) -> dict[str, Any]:
     """A run file with simulated servers, its outputs apart. Raises ParamsError: it is wrong, or of other servers."""
-    spec = params.load(path)
+    written = params.read_yaml(path)
+    if {"over", "variants"} & written.keys():
+        raise ParamsError(f"over = {path}: this is a file of variants itself. Name the run file that they lie over.")
+    spec = params.validate(written, str(path))
     if not isinstance(spec.fleet, SglangServers):
         raise ParamsError(f"{path}: fleet.engine = {spec.fleet.engine!r} cannot be rehearsed, only 'sglang'.")
     tree = spec.model_dump(exclude_unset=True)
     # Ports are the real fleet's; the time that a start may take is that of real GPUs.
     known = SimulatedFleet.model_fields.keys() - {"name", "first_port", "start_timeout_s", "plan"}
     fleet = {key: value for key, value in tree["fleet"].items() if key in known}
-    # Flags and servers of the fleet are launched, whatever the plan compares them with.
-    plan = {**(tree.get("plan") or tree["fleet"].get("plan") or {}), "flags": None, "servers": None}
+    plan = {**(tree.get("plan") or tree["fleet"].get("plan") or {}), **_NO_PLAN}
     return {**tree, "fleet": {**fleet, "engine": "simulated"}, "plan": plan}
 
 
@@ -125,10 +131,13 @@ def _variant(
     tree = params.merge(base, part.model_dump(exclude_unset=True, exclude={"seen"}))
     tree["fleet"]["flags"] = part.fleet.get("flags", tree["fleet"].get("flags", {}))
     tree = params.overlay(tree, overrides)
+    if isinstance(fleet := tree["fleet"], dict) and fleet.get("engine") != "simulated":
+        raise ParamsError(f"fleet.engine = {fleet.get('engine')!r}: a rehearsal has simulated servers. Leave it out.")
+    if tree["plan"] in (None, _NO_PLAN):
+        raise ParamsError("the run file has no plan group, which says what is simulated; docs/capacity.md shows one.")
     apart = {"run": f"{base['run']}-{name}", "outputs": f"{tree.get('outputs', 'outputs')}/rehearsals"}
     spec = params.validate({**tree, **apart}, "laid over the run file")
-    if not isinstance(spec.fleet, SimulatedFleet):
-        raise ParamsError(f"fleet.engine = {spec.fleet.engine!r}: rehearsals are of simulated servers. Leave it out.")
+    assert isinstance(spec.fleet, SimulatedFleet)
     if part.seen and part.seen.at_s > hours * 3600:
         raise ParamsError(f"seen.at_s = {part.seen.at_s:g} is after the end, {hours:g} h. Rehearse longer.")
     setting, generation = prepared_for(spec, root).setting, spec.generation
@@ -139,8 +148,8 @@ def _variant(
     number = min(setting.prompts, ceil(setting.servers * (rate * hours * 3600 * SPARE + in_flight)))
     prompts = spec.prompts.model_copy(update={"limit": min(number, spec.prompts.limit or number)})
     paths = [prompts.path] if isinstance(prompts.path, str) else prompts.path
-    is_drawn = not all((root / Path(each).expanduser()).exists() for each in paths)
-    if is_drawn:
+    missing = [each for each in paths if not (root / Path(each).expanduser()).exists()]
+    if missing:
         prompts = params.PromptsGroup(path=f"{spec.outputs}/drawn/{spec.run}.jsonl", limit=prompts.limit)
     # Seconds of the servers' clock, not of ours, decide whether one is stuck.
     speed = float("inf") if spec.fleet.speed == "max" else spec.fleet.speed
@@ -148,4 +157,23 @@ def _variant(
     often = {"stall_s": stall_s, "sample_interval_s": min(generation.sample_interval_s, SAMPLE_INTERVAL_S)}
     changed = {"prompts": prompts, "generation": generation.model_copy(update=often)}
     spec = spec.model_copy(update=changed)
-    return Variant(name=name, spec=spec, setting=setting, seen=part.seen, hours=hours, is_drawn=is_drawn)
+    return Variant(name=name, spec=spec, setting=setting, seen=part.seen, hours=hours, missing=missing)
+
+
+def remarks(variants: Sequence[Variant]) -> Iterator[str]:
+    """What whoever starts these rehearsals should know first."""
+    twins = dict[str, str]()
+    for each in variants:
+        name, fleet = each.name, each.spec.fleet
+        assert isinstance(fleet, SimulatedFleet)
+        if each.missing:
+            yield f"{name}: no file {', '.join(each.missing)}, so prompts are drawn from plan.prompt"
+        for fault in fleet.faults:
+            if (fault.at_s or 0.0) >= each.hours * 3600:
+                yield f"{name}: a {fault.kind} at {fault.at_s:g} s comes after the end, {each.hours:g} h: give --hours"
+        if fleet.faults and fleet.speed == "max":
+            yield f"{name}: pauses of the client are long at full speed: --speed 20 is nearer (docs/rehearsal.md)"
+        # Runs are named after their variants, and drawn prompts after the runs; nothing else should be the same.
+        twin = twins.setdefault(each.spec.model_dump_json().replace(each.spec.run, ""), name)
+        if twin != name:
+            yield f"{name}: its parameters are those of {twin}"
