@@ -56,7 +56,7 @@ def test_a_crash_that_was_met_is_not_due_again() -> None:
     one = faults(*parts)
     one.met[one.due()[0].number] += 1
     assert [(due.number, due.part.kind) for due in one.due(20.0)] == [("1", "crash"), ("2", "hang")]
-    again = Faults([FaultPart.model_validate(part) for part in parts], 0, 1, json.loads(json.dumps(one.met)))
+    again = Faults([FaultPart.model_validate(part) for part in parts], 0, 1, one.met)
     assert again.due(20.0) == one.due(20.0)
 
 

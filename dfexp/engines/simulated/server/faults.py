@@ -43,15 +43,15 @@ class Faults:
     """Those of the parameter file's faults that concern server `index`.
 
     Attributes:
-        met: how often crashes and faults of requests happened, by their numbers in the file. It outlives restarts.
+        met: how often crashes and faults of requests happened, by their numbers in the file. It may outlive a restart.
 
     """
 
-    def __init__(self, parts: Sequence[FaultPart], index: int, seed: int, met: Mapping[str, int] | None = None) -> None:
+    def __init__(self, parts: Sequence[FaultPart], index: int, seed: int, met: Counter[str] | None = None) -> None:
         mine = [(str(number), part) for number, part in enumerate(parts) if part.server in (None, index)]
         self._to_requests = [(number, part) for number, part in mine if part.is_to_requests]
         self._on_schedule = [(number, part) for number, part in mine if not part.is_to_requests]
-        self._seed, self.met = seed, Counter[str](met or {})
+        self._seed, self.met = seed, Counter[str]() if met is None else met
 
     def due(self, since_s: float = 0.0) -> list[Due]:
         """What is scheduled for a server that starts at `since_s`, in order; what goes on by then is among it.

@@ -57,8 +57,8 @@ class Host:
         self._order, self._events = count(), list[tuple[float, int, Server]]()
         self._wanted: _Timers = []
         self._passive: _Timers = []
-        self._starts, self._faults = Counter[str](past.get("starts", {})), dict[str, Faults]()
-        self._met: dict[str, dict[str, int]] = past.get("met", {})
+        self._starts = Counter[str](past.get("starts", {}))
+        self._met = {which: Counter[str](met) for which, met in past.get("met", {}).items()}
         self._fed: dict[str, int] = past.get("fed", {})  # what was in flight at a port whose server has ended
         self._away_until_s: dict[int, float] = {}
         self._woken: asyncio.Future[None] | None = None
@@ -91,8 +91,7 @@ class Host:
         """
         which = repr((spec.index, spec.seed, spec.faults))
         self._starts[str(spec.index)] += 1
-        faults = Faults(spec.faults, spec.index, spec.seed, self._met.get(which))
-        faults = self._faults.setdefault(which, faults)
+        faults = Faults(spec.faults, spec.index, spec.seed, self._met.setdefault(which, Counter()))
         server = Server(self, spec, sock, log, faults, self._starts[str(spec.index)], ended)
         self.remember()
         self.servers.add(server)
@@ -142,8 +141,7 @@ class Host:
 
     def remember(self) -> None:
         """Write what the next host of this folder has to know."""
-        met = self._met | {which: faults.met for which, faults in self._faults.items() if faults.met}
-        past = {"began_s": self.began_s, "starts": self._starts, "met": met, "fed": self._fed}
+        past = {"began_s": self.began_s, "starts": self._starts, "met": self._met, "fed": self._fed}
         with suppress(StorageError):  # a full disk ends no server
             if self._past is not None:
                 write_atomic(self._past, json.dumps(past).encode())
