@@ -65,5 +65,5 @@ def conclusion(data: RunData, made: Mapping[str, Table]) -> str:
         share = "not known" if line["share"] is None else f"{line['share']:.1%}"
         parts.append(f"Share of the rate of {line['baseline']}: {share}; what was expected: {line['verdict']}.")
     for line in made["findings"].rows[:3]:
-        parts.append(f"**{line['finding'].capitalize()}**: {line['evidence']} {line['change']}")
+        parts.append(f"**{line['finding'].capitalize()}**: {line['evidence']} {line['change'].strip('-')}")
     return "\n\n".join([*parts, f"The tables and the series behind the figures are in `{data.folder.report}`."])

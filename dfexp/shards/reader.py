@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,17 +15,20 @@ from dfexp.shards import files
 from dfexp.shards.files import ShardEntry, partial_name, sealed_name
 
 _ROW_KEYS = ("index", "messages", "text")
+Parse = Callable[[Path, int, bytes], dict[str, Any]]
 
 
-def read_rows(folder: Path) -> Iterator[dict[str, Any]]:
+def read_rows(folder: Path, parse: Parse = parse_line) -> Iterator[dict[str, Any]]:
     """Every row that was safe when the call began, and perhaps some since: sealed shards by number, then the open one.
 
     No row comes twice, even if a shard is sealed meanwhile, since each number is read once under whichever name it
     has. Raises CorruptShardError for a line that is no row, and for a shard that the manifest lists but is not there.
+
+    Args: parse, what makes a row of a line, given the file and the line's number too.
     """
     listed = _listed(folder)
     for number in sorted(_numbers(folder) | listed.keys()):
-        yield from _rows(folder, number, must_exist=number in listed)
+        yield from _rows(folder, number, must_exist=number in listed, parse=parse)
 
 
 def read_failures(folder: Path) -> Iterator[dict[str, Any]]:
@@ -54,11 +57,13 @@ def _numbers(folder: Path) -> set[int]:
     return {shard.number for _ in range(2) for shard in files.list_shards(folder)}
 
 
-def _rows(folder: Path, number: int, *, must_exist: bool = False) -> Iterator[dict[str, Any]]:
+def _rows(
+    folder: Path, number: int, *, must_exist: bool = False, parse: Parse = parse_line
+) -> Iterator[dict[str, Any]]:
     """Rows of a shard under the name that it has now: the open name goes only after the final one came."""
     for path in (folder / partial_name(number), folder / sealed_name(number)):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            for _, row in _lines(path, file):
+            for _, row in _lines(path, file, parse):
                 yield row
             return
     if must_exist:
@@ -67,13 +72,13 @@ def _rows(folder: Path, number: int, *, must_exist: bool = False) -> Iterator[di
         )
 
 
-def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _lines(path: Path, file: IO[bytes], parse: Parse = parse_line) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Lines of a shard with their records; an open one ends before what a crash left. Raises CorruptShardError."""
     growing = path.suffix == ".partial"
     for number, line in enumerate(whole_lines(file) if growing else file, 1):
         if not line.endswith(b"\n"):
             raise CorruptShardError(f"{path}:{number} ends in the middle of a row. Restore the file from a copy.")
-        yield line, parse_line(path, number, line)
+        yield line, parse(path, number, line)
 
 
 def read_entry(path: Path, *, total: int) -> ShardEntry:
