@@ -127,7 +127,7 @@ async def test_a_stall_is_told_once_while_the_run_goes_on(project: Project) -> N
 async def test_the_loss_of_all_servers_is_told(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat(), delay_s=0.2) as server:
         line = "cat >> told.json; echo >> told.json"
-        spec = project.spec([server.url], 60, give_up_s=1.0).model_copy(update={"notify": line})
+        spec = project.spec([server.url], 60, give_up_s=4.0).model_copy(update={"notify": line})
         folder = await project.start(spec)
         await project.until(folder, lambda status: status.get("done", 0) > 0)
     await project.end(folder)
