@@ -170,7 +170,7 @@ def remarks(variants: Sequence[Variant]) -> Iterator[str]:
             yield f"{name}: no file {', '.join(each.missing)}, so prompts are drawn from plan.prompt"
         for fault in fleet.faults:
             if (fault.at_s or 0.0) >= each.hours * 3600:
-                yield f"{name}: a {fault.kind} at {fault.at_s:g} s comes after the end, {each.hours:g} h: give --hours"
+                yield f"{name}: {fault.kind} at {fault.at_s:g} s comes after the end, {each.hours:g} h: give --hours"
         if fleet.faults and fleet.speed == "max":
             yield f"{name}: pauses of the client are long at full speed: --speed 20 is nearer (docs/rehearsal.md)"
         # Runs are named after their variants, and drawn prompts after the runs; nothing else should be the same.
