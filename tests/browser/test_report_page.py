@@ -44,15 +44,15 @@ def test_the_report_is_whole_without_a_network(browser: Browser, tmp_path: Path)
     assert [url for url in asked_for if not url.startswith(("file:", "data:", "blob:"))] == []
     assert errors == []
     figures = page.locator(".js-plotly-plot").all()
-    assert [figure.locator(".gtitle").inner_text().split("\n")[0] for figure in figures] == TITLES
+    assert [figure.locator(".gtitle").first.text_content() for figure in figures] == TITLES
     for figure in figures:
         box = figure.bounding_box()
         assert box is not None
         assert box["width"] > 700
         assert box["height"] > 200
-        assert figure.locator(".xtitle").inner_text()
-        assert figure.locator(".ytitle").inner_text()
-        assert "Source: outputs of run after" in figure.locator(".annotation").all_inner_texts()[-1]
+        assert figure.locator(".xtitle").text_content()
+        assert figure.locator(".ytitle").text_content()
+        assert "Source: outputs of run after" in (figure.locator(".annotation").last.text_content() or "")
     words = page.locator("body").inner_text()
     for said in ("client-limited", "what was expected: met", "mamba_strategy: extra_buffer, no_buffer", "Per server"):
         assert said in words
