@@ -168,7 +168,8 @@ def events(data: report.RunData) -> Chart | None:
     for server, part in marks.fillna({"server": "the run"}).groupby("server"):
         marker, x = {"size": 11, "symbol": "diamond", "opacity": 0.7}, (part["at"] - began) / unit_s
         figure.add_scatter(x=x, y=part["event"], mode="markers", name=str(server), marker=marker)
-    figure.update_layout(yaxis={"type": "category"}, height=230 + 26 * marks["event"].nunique())
+    span = None if data.rows.empty else [-0.02 * (data.ended - began) / unit_s, 1.02 * (data.ended - began) / unit_s]
+    figure.update_layout(yaxis_type="category", xaxis_range=span, height=230 + 26 * marks["event"].nunique())
     words = "What happened, and when", "Sealed shards are left out", title, "event"
     return finish(figure, _source(data), *words) if found else None
 
