@@ -167,7 +167,7 @@ async def test_a_server_that_denies_in_mid_run_is_left_alone_until_it_serves_aga
 
 async def test_kill_9_loses_nothing_that_was_reported_and_resume_completes(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat(), delay_s=0.05) as server:
-        spec = project.spec([server.url], 200)
+        spec = project.spec([server.url], 400)
         folder = await project.start(spec)
         await project.until(folder, lambda s: s.get("done", 0) >= 80)
         reported = control.read_status(folder)["done"]
@@ -178,8 +178,8 @@ async def test_kill_9_loses_nothing_that_was_reported_and_resume_completes(proje
         folder = await project.start(spec)
         status = await project.end(folder)
         again = {int(question(b).split()[1]) for b in server.bodies[sent_before:] if "question" in question(b)}
-    assert (status["state"], status["done"], status["done_before"]) == ("ended", 200, len(kept))
-    assert project.counts(folder) == Counter(range(200))
+    assert (status["state"], status["done"], status["done_before"]) == ("ended", 400, len(kept))
+    assert project.counts(folder) == Counter(range(400))
     assert not kept & again
 
 
@@ -235,14 +235,14 @@ async def test_the_loss_of_the_process_that_started_it_stops_the_run(project: Pr
 
 
 async def test_a_server_that_is_away_for_a_while_costs_time_and_no_row(project: Project) -> None:
-    async with ScriptedServer(lambda b, n: chat(), delay_s=0.02) as lasting:
-        async with ScriptedServer(lambda b, n: chat(), delay_s=0.02) as leaving:
-            spec = project.spec([lasting.url, leaving.url], 400)
+    async with ScriptedServer(lambda b, n: chat(), delay_s=0.05) as lasting:
+        async with ScriptedServer(lambda b, n: chat(), delay_s=0.05) as leaving:
+            spec = project.spec([lasting.url, leaving.url], 800)
             folder = await project.start(spec)
             await project.until(folder, lambda s: s.get("done", 0) >= 20)
         status = await project.end(folder)
-    assert (status["state"], status["done"], status["failed"]) == ("ended", 400, 0)
-    assert project.counts(folder) == Counter(range(400))
+    assert (status["state"], status["done"], status["failed"]) == ("ended", 800, 0)
+    assert project.counts(folder) == Counter(range(800))
     assert "server_down" in project.events(folder)
 
 
