@@ -256,6 +256,7 @@ class Simulator:
                 if self._full:
                     break
                 self._queue.popleft()
+                request.order = next(self._order)  # its place in the batch, which decides between equals
                 request.zero = self._steps - request.done
             rest = request.prompt + request.done - request.computed
             take = rest if pools.paged(rest) <= chunk else chunk // page * page
