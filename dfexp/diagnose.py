@@ -249,12 +249,14 @@ def _seen(server: Watched, samples: Sequence[EngineSample], planned: Planned | N
         numbers[name] = (getattr(samples[-1], name) or 0.0) - (getattr(samples[0], name) or 0.0)
     running, times = max(1.0, numbers["num_running_reqs"]), [each.at for each in samples]
     rate = server_rate([(times, [each.realtime_decode_tokens_total for each in samples])], times[0], times[-1])
-    numbers["tok_per_s"] = rate.value if rate else fmean(_values(samples, "gen_throughput") or [0.0])
+    rates = [rate.value] if rate else _values(samples, "gen_throughput")
+    numbers["tok_per_s"] = fmean(rates or [0.0])
     numbers |= {"tok_per_s_error": rate.error if rate else 0.0, **({_POOLS[0]: cap} if cap else {})}
     numbers |= {"planned_tok_per_s": planned.tok_per_s(running)} if planned else {}
     prefilled = numbers[_COUNTERS[2]] * running / _FLOPS_PER_BYTE
     numbers["prefill_share"] = prefilled / max(1.0, prefilled + numbers[_COUNTERS[1]])
-    said = [form.format(numbers[name]) for name, form in _SAID.items() if name in numbers]
+    known = numbers.keys() - (set() if rates else {"tok_per_s"})  # an engine without rates is not one that stands
+    said = [form.format(numbers[name]) for name, form in _SAID.items() if name in known]
     evidence = f"{server.name}: {', '.join(said)} ({len(samples)} samples, {times[-1] - times[0]:.0f} s). "
     window = times[0], times[-1]
     return Finding(kind="", server=server.name, severity="note", evidence=evidence, numbers=numbers, window=window)

@@ -532,3 +532,4 @@ def test_llamacpp() -> None:
     samples = [replace(page, at=5.0 * nth) for nth in range(24)]
     found = diagnose([Watched(name="a:1", samples=samples, limits=ServerLimits(max_running_requests=2), limit=4)])
     assert kinds(found) == ["request-cap"]
+    assert "tok/s" not in found[0].evidence, "it counts no tokens, which is not none"
