@@ -25,8 +25,8 @@ def portion(
     """
     rows, why = pending, None
     if sample is not None:
-        todo = set(sample).intersection(pending)
-        rows, why = [index for index in sample if index in todo], f"the sample of {len(sample):,} rows is done"
+        left = set(sample).intersection(pending)
+        rows, why = [index for index in sample if index in left], f"the sample of {len(sample):,} rows is done"
     if limits.rows is not None and limits.rows < len(rows):
         rows, why = rows[: limits.rows], f"limits.rows = {limits.rows:,} is reached"
     return rows, why if len(rows) < len(pending) else None
