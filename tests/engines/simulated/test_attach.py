@@ -196,7 +196,7 @@ def test_killing_a_process_ends_its_server_alone(folder: Folder) -> None:
     folder.processes.remove(process)
     while _is_open(first):  # until the host has seen it
         pass
-    assert ask(other, "/model_info")["model_path"] == "/m/tiny"
+    assert ask(other, "/server_info")["model_path"] == "/m/tiny"
     folder.start(first)
     assert serving(folder, first)["usage"]["completion_tokens"] == 200
 

@@ -5,7 +5,7 @@ In a process of one's own, for tests and benchmarks:
 
     async with Host(speed="max") as host:
         server = await host.add(spec)           a ServerSpec; port 0 takes a free port
-        ... server.url, host.clock.now_s, host.completed ...
+        ... server.url, host.clock.now_s ...
         host.remove(server)
 
 From `clock`, the time, over `host`, which moves it, and `server`, one server's life, to `app`, its pages. `pace` says

@@ -6,7 +6,6 @@ Not imitated: several answers to a request, tools, images, and sampling; tempera
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import datetime
 from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
-from dfexp.capacity.flags import rules
 from dfexp.engines.simulated.core import DECODED, PREFILLED
 from dfexp.engines.simulated.server import pages
 from dfexp.engines.simulated.server.faults import GARBAGE, reply
@@ -28,8 +26,6 @@ HEALTH_POLLS = 20
 """/health looks for an output so often, once in a virtual second."""
 PROBE_TOKENS = 48
 """A request for no more tokens than that may only ask whether the server serves."""
-NEWER_PAGES = 14
-"""The patch of 0.5 that brought /ready, and a /v1/loads that answers."""
 JSON, EVENTS = "application/json", "text/event-stream; charset=utf-8"
 _writer = cache(Writer)
 _CONTENT = TypeAdapter[Any](str | list[dict[str, Any]] | None)
@@ -59,49 +55,33 @@ class ChatBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class AbortBody(BaseModel):
-    """Which requests to abort: those whose id begins so, or all."""
-
-    rid: str = ""
-    abort_all: bool = False
-
-
 class App:
     """The pages of one server."""
 
     def __init__(self, server: Server) -> None:
-        self._server, self._spec, self._probes = server, server.spec, count()
-        get, both, spec = ("GET",), ("GET", "POST"), server.spec
-        self._told: dict[str, Callable[[], Any]] = {
-            "/v1/models": lambda: pages.models_page(spec, int(server.host.clock.zero_at)),
-            "/model_info": lambda: pages.model_info(spec),
-            "/server_info": lambda: pages.server_info(spec, self._gauges()),
-        }
+        self._server, self._spec, self._probes, get = server, server.spec, count(), ("GET",)
         self._pages: dict[str, tuple[tuple[str, ...], _Page]] = {
-            "/v1/chat/completions": (("POST",), self._chat), "/ping": (both, self._ping),
+            "/v1/chat/completions": (("POST",), self._chat), "/v1/models": (get, self._models),
             "/health": (get, self._health), "/health_generate": (get, self._health),
-            "/flush_cache": (both, self._flush_cache), "/abort_request": (both, self._abort_request),
+            "/server_info": (get, self._info), "/get_server_info": (get, self._info),
+            "/ping": (("GET", "POST"), self._ping),
         }  # fmt: skip
-        if spec.has_metrics:
+        if server.spec.has_metrics:
             self._pages["/metrics"] = get, self._metrics
-        if rules(spec.version).since(NEWER_PAGES):
-            self._pages["/ready"], self._told["/v1/loads"] = (get, self._ready), self._loads
-        self._told |= {f"/get_{name}": self._told[f"/{name}"] for name in ("model_info", "server_info")}
-        self._pages |= dict.fromkeys(self._told, (get, self._tell))
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer any request."""
         path, key = request.rel_url.path.rstrip("/"), self._spec.key
         is_open = not key or path.startswith(("/health", "/metrics"))
         if not is_open and request.headers.get("Authorization") != f"Bearer {key}":
-            return answer(*pages.unauthorized())
+            return answer(401, pages.packed({"error": "Unauthorized"}))
         methods, page = self._pages.get(path, ((), self._ping))
         if request.method not in methods:
             return answer(*((405, b'{"detail":"Method Not Allowed"}') if methods else (404, b'{"detail":"Not Found"}')))
         try:
             return await page(request)
         except ValidationError as error:
-            return answer(*pages.bad_request(str(error.errors(include_url=False, include_input=False))))
+            return answer(*pages.refused(400, str(error.errors(include_url=False, include_input=False))))
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
         data = await request.read()
@@ -126,8 +106,7 @@ class App:
         if fault and kind in ("status", "html"):
             if fault.retry_after_s is not None:
                 server.host.reached(job.arrived_s + fault.retry_after_s)
-            instead = reply(fault, server.host.clock.speed)
-            return answer(instead.status, instead.body, instead.content_type, instead.headers)
+            return answer(*reply(fault, server.host.clock.speed))
         if kind == "crash":
             server.crash()
         if kind in ("crash", "never"):
@@ -135,10 +114,10 @@ class App:
         room = spec.config.server.context_length - job.prompt
         most = asked or room
         if body.n > 1:
-            return answer(*pages.bad_request(f"n = {body.n}: simulated servers give one answer. Ask n times."))
+            return answer(*pages.refused(400, f"n = {body.n}: simulated servers give one answer. Ask n times."))
         if most > room > 0:
             return answer(*pages.over_context(spec, job.prompt, most))
-        job.rid, job.is_stream = body.rid or f"{key:016x}{job.number:016x}", body.stream
+        job.is_stream = body.stream
         if job.prompt >= pages.longest_input(spec):
             raise PromptTooLong(f"{job.prompt} prompt tokens.")
         # One that is to ignore its end would never end by itself.
@@ -147,8 +126,8 @@ class App:
         thinking = spec.thinking and (body.chat_template_kwargs or {}).get("enable_thinking") is not False
         text = _writer(spec.seed).answer(key, min(job.whole, most), thinking=thinking, whole=job.whole)
         text = GARBAGE * len(text) if kind == "garbage" else text
-        created = int(server.host.clock.zero_at + job.arrived_s)
-        made = pages.Completion(spec=spec, id=job.rid, created=created, model=body.model, prompt=job.prompt)
+        rid, created = body.rid or f"{key:016x}{job.number:016x}", int(server.host.clock.zero_at + job.arrived_s)
+        made = pages.Completion(spec=spec, id=rid, created=created, model=body.model, prompt=job.prompt)
         if body.stream:
             has_usage = bool((body.stream_options or {}).get("include_usage"))
             return await self._stream(request, job, text, made, has_usage=has_usage, is_cut=kind == "cut")
@@ -204,30 +183,16 @@ class App:
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         gauges, server = self._gauges(), self._server
-        page = pages.metrics_page(self._spec, gauges, server.simulator.counters, server.requests)
+        page = pages.metrics_page(self._spec, gauges, server.simulator.counters, server.finished)
         return answer(200, page.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
-    def _loads(self) -> dict[str, Any]:
-        clock, simulator = self._server.host.clock, self._server.simulator
-        at = datetime.fromtimestamp(clock.zero_at + clock.now_s)
-        return pages.loads_page(self._spec, self._gauges(), pending=simulator.pending_tokens(), at=at)
+    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
+        return answer(200, pages.packed(pages.models_page(self._spec, int(self._server.host.clock.zero_at))))
 
-    async def _tell(self, request: web.BaseRequest) -> web.StreamResponse:
-        return answer(200, pages.packed(self._told[request.rel_url.path.rstrip("/")]()))
-
-    async def _ready(self, request: web.BaseRequest) -> web.StreamResponse:
-        return answer(200 if self._server.is_ready else 503)
+    async def _info(self, request: web.BaseRequest) -> web.StreamResponse:
+        return answer(200, pages.packed(pages.server_info(self._spec, self._gauges())))
 
     async def _ping(self, request: web.BaseRequest) -> web.StreamResponse:
-        return answer(200)
-
-    async def _flush_cache(self, request: web.BaseRequest) -> web.StreamResponse:
-        status, words = (400, b"Flush cache failed.\n") if self._server.jobs else (200, b"Cache flushed.\n")
-        return answer(status, words, "text/plain")
-
-    async def _abort_request(self, request: web.BaseRequest) -> web.StreamResponse:
-        wanted = AbortBody.model_validate_json(await request.read())
-        self._server.abort(wanted.rid, everything=wanted.abort_all)
         return answer(200)
 
 

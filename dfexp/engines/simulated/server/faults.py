@@ -6,8 +6,7 @@ Times are virtual seconds since all servers of the fleet served for the first ti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from hashlib import blake2b
 from math import inf
 
@@ -19,24 +18,8 @@ GARBAGE = "!"
 """What SGLang says for token 0, over and over: one for each token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
-    """A change of the whole server at second `at_s`, over at `until_s` (None: it stays); `number` is the fault's."""
-
-    number: str
-    at_s: float
-    until_s: float | None
-    part: FaultPart
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """An HTTP answer in place of a completion."""
-
-    status: int
-    content_type: str
-    body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
+Reply = tuple[int, bytes, str, dict[str, str]]
+"""An HTTP answer in place of a completion: status, body, content type, headers."""
 
 
 class Faults:
@@ -53,19 +36,18 @@ class Faults:
         self._on_schedule = [(number, part) for number, part in mine if not part.is_to_requests]
         self._seed, self.met = seed, Counter[str]() if met is None else met
 
-    def due(self, since_s: float = 0.0) -> list[Due]:
-        """What is scheduled for a server that starts at `since_s`, in order; what goes on by then is among it.
+    def due(self, since_s: float = 0.0) -> list[tuple[str, FaultPart]]:
+        """What is scheduled for a server that starts at `since_s`, with its number; what goes on by then is among it.
 
         A crash that was met is not: its server comes back in the moment of the crash, give or take a rounding.
         """
         found = []
         for number, part in self._on_schedule:
             at_s = part.at_s or 0.0
-            until_s = None if part.for_s is None else at_s + part.for_s
-            is_over = at_s < since_s if part.kind == "crash" else until_s is not None and until_s <= since_s
+            is_over = at_s < since_s if part.kind == "crash" else at_s + (part.for_s or inf) <= since_s
             if part.kind != "oom_at_start" and not is_over and not self.met[number]:
-                found.append(Due(number=number, at_s=at_s, until_s=until_s, part=part))
-        return sorted(found, key=lambda due: due.at_s)
+                found.append((number, part))
+        return found
 
     def fails_to_start(self, number: int) -> FaultPart | None:
         """The fault that ends start `number` of this server, counted from 1."""
@@ -96,8 +78,8 @@ def reply(part: FaultPart, speed: Speed) -> Reply:
     """
     if part.kind == "html":
         page = "<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>\r\n"
-        return Reply(status=502, content_type="text/html", body=page.encode())
+        return 502, page.encode(), "text/html", {}
     status, body = refused(part.answered_status, "simulated fault")
     scale = 0.0 if speed == "max" else 1 / speed
     waits = {} if part.retry_after_s is None else {"Retry-After": f"{part.retry_after_s * scale:g}"}
-    return Reply(status=status, content_type="application/json", body=body, headers=waits)
+    return status, body, "application/json", waits

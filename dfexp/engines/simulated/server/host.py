@@ -39,7 +39,6 @@ class Host:
 
     Attributes:
         began_s: virtual second at which all servers of the fleet served for the first time; None before.
-        completed: answers that came to their end.
         driver: the task that moves the clock; it ends early only by an error.
 
     """
@@ -48,7 +47,7 @@ class Host:
 
     def __init__(self, *, speed: Speed = "max", folder: Path | None = None) -> None:
         """Args: speed, in virtual seconds per second; folder, of clock.jsonl, None where that is not wanted."""
-        self.clock, self.completed, self.servers = Clock(folder, speed), 0, set[Server]()
+        self.clock, self.servers = Clock(folder, speed), set[Server]()
         self.streaming, self.grace, self._past = set[Server](), Grace(), folder / PAST if folder else None
         past = read_json(self._past) if self._past and self._past.exists() else {}
         self.began_s: float | None = past.get("began_s")

@@ -7,20 +7,18 @@ tokenizers and kernels, captures of CUDA graphs (which take no memory here), and
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from functools import cache
 from http.client import responses
 from importlib.resources import files
-from itertools import accumulate
 from typing import Any
 
 import yaml
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dfexp.capacity.flags import Flags, Since, option, rules
@@ -47,7 +45,7 @@ _RANKS = {"moe_ep_rank": "0", "pp_rank": "0", "tp_rank": "0"}
 def _words(version: str) -> dict[str, Any]:
     """The wording of a version."""
     every = yaml.safe_load(files(__package__).joinpath("sglang.yaml").read_text(encoding="utf-8"))
-    return {"buckets": every["buckets"], **every["new" if rules(version).since(Since.RENAMED_FLAGS) else "old"]}
+    return dict(every["new" if rules(version).since(Since.RENAMED_FLAGS) else "old"])
 
 
 def _filled(page: Any, values: Mapping[str, Any]) -> Any:
@@ -86,13 +84,11 @@ def _values(spec: ServerSpec, **more: Any) -> dict[str, Any]:
     return {
         **{name: getattr(spec, name) for name in ("version", "model_path", "served_name", "address", "load_s")},
         "args": args, "old_args": ", ".join(f"{name}={value!r}" for name, value in args.items()),
-        "reasoning_parser": spec.reasoning_parser,
         "dtype": _KV_DTYPES.get(dtype, dtype), "slots_per_request": memory.resolved.slots_per_request,
         "slots": memory.max_mamba_cache_size, "tokens": memory.max_total_num_tokens,
         "cap": memory.max_running_requests, "chunk": args["chunked_prefill_size"],
         "prefill": server.flags.max_prefill_tokens, "context": server.context_length,
         "longest": longest_input(spec), "architecture": server.shape.architecture,
-        "accelerator": server.gpu.name, "accelerators": server.flags.tp_size,
         "free": left + weights, "left": left, "available": left - (memory.state_bytes + memory.kv_bytes) / GIB,
         "weights": round(weights, 2), "kv": round(memory.kv_bytes / GIB, 2),
         **{name: size / GIB for name, size in memory.pools.items()}, **more,
@@ -138,17 +134,6 @@ def models_page(spec: ServerSpec, created: int) -> dict[str, Any]:
     return dict(_filled(_words(spec.version)["models"], _values(spec, created=created)))
 
 
-def model_info(spec: ServerSpec) -> dict[str, Any]:
-    """/model_info."""
-    return dict(_filled(_words(spec.version)["model_info"], _values(spec)))
-
-
-def loads_page(spec: ServerSpec, gauges: Mapping[str, float], *, pending: int, at: datetime) -> dict[str, Any]:
-    """/v1/loads of the newer versions; `pending` as for `batch_line`."""
-    values = _values(spec, **gauges, pending=pending, at=at.isoformat())
-    return dict(_filled(_words(spec.version)["loads"], values))
-
-
 def longest_input(spec: ServerSpec) -> int:
     """The prompt tokens from which on the scheduler refuses a request; the context may have room for a few more."""
     return min(spec.config.server.context_length, spec.config.memory.max_total_num_tokens) - 6
@@ -158,7 +143,7 @@ def too_long(spec: ServerSpec, prompt: int, *, streaming: bool = False) -> Refus
     """A prompt that fills the context, or so much that the scheduler refuses it: in a stream, with status 200."""
     is_late = prompt < spec.config.server.context_length
     words = _words(spec.version)["input_too_long" if is_late else "too_long"].format(**_values(spec, prompt=prompt))
-    status, page = bad_request(words)
+    status, page = refused(400, words)
     if not (is_late and streaming):
         return status, page
     return 200, b'data: {"error":%b}\n\n' % page.replace(b"BadRequestError", b"BAD_REQUEST") + DONE
@@ -167,17 +152,7 @@ def too_long(spec: ServerSpec, prompt: int, *, streaming: bool = False) -> Refus
 def over_context(spec: ServerSpec, prompt: int, max_tokens: int) -> Refusal:
     """A prompt with more tokens to generate than the context has."""
     values = _values(spec, prompt=prompt, max_tokens=max_tokens, total=prompt + max_tokens)
-    return bad_request(_words(spec.version)["over_context"].format(**values))
-
-
-def unauthorized() -> Refusal:
-    """A request without the right key."""
-    return 401, packed({"error": "Unauthorized"})
-
-
-def bad_request(words: str) -> Refusal:
-    """A request that no server of this kind would answer."""
-    return refused(400, words)
+    return refused(400, _words(spec.version)["over_context"].format(**values))
 
 
 def refused(status: int, words: str) -> Refusal:
@@ -244,38 +219,6 @@ class Completion:
         return _filled(_words(self.spec.version)[name], more)
 
 
-class Requests:
-    """What the finished requests of one server add up to; those of health checks do not count."""
-
-    def __init__(self, spec: ServerSpec) -> None:
-        self._is_split = rules(spec.version).since(_STREAMING_LABELLED)
-        self._buckets: dict[str, list[float]] = _words(spec.version)["buckets"]
-        self._totals, self._sums = Counter[tuple[str, str]](), defaultdict[tuple[str, str], float](float)
-        self._counts: dict[tuple[str, str], list[int]] = {}
-
-    def finished(self, *, streaming: bool, prompt: int, tokens: int, first_s: float, whole_s: float) -> None:
-        """A request with so many tokens ended, `whole_s` after it came; its first token was there after `first_s`."""
-        label = str(streaming).lower() if self._is_split else ""
-        for name, number in (("prompt_tokens", prompt), ("generation_tokens", tokens), ("num_requests", 1)):
-            self._totals[name, label] += number
-        seen = [("time_to_first_token_seconds", label, first_s, 1), ("e2e_request_latency_seconds", label, whole_s, 1)]
-        if tokens > 1 and (streaming or not self._is_split):
-            seen.append(("inter_token_latency_seconds", "", (whole_s - first_s) / (tokens - 1), tokens - 1))
-        for name, label, seconds, times in seen:
-            counts = self._counts.setdefault((name, label), [0] * (len(self._buckets[name]) + 1))
-            counts[bisect_left(self._buckets[name], seconds)] += times
-            self._sums[name, label] += seconds * times
-
-    def add_to(self, page: _Metrics) -> None:
-        """Put the series on a page; one without requests is absent."""
-        for (name, label), value in self._totals.items():
-            page.add(CounterMetricFamily, name, {"is_streaming": label} if label else {}, value)
-        for (name, label), counts in self._counts.items():
-            bounds = zip((*map(str, self._buckets[name]), "+Inf"), accumulate(counts), strict=True)
-            labels = {"is_streaming": label} if label else {}
-            page.add(HistogramMetricFamily, name, labels, list(bounds), self._sums[name, label])
-
-
 class _Metrics(Collector):
     """A page of metrics, by family."""
 
@@ -294,9 +237,9 @@ class _Metrics(Collector):
 
 
 def metrics_page(
-    spec: ServerSpec, gauges: Mapping[str, float], counters: Mapping[str, float], requests: Requests
+    spec: ServerSpec, gauges: Mapping[str, float], counters: Mapping[str, float], finished: Counter[tuple[str, bool]]
 ) -> str:
-    """/metrics: the simulator's gauges and counters, and what finished requests add up to."""
+    """/metrics: the simulator's gauges and counters, and what finished requests add up to, those of checks left out."""
     page, memory = _Metrics(spec), spec.config.memory
     own = {"num_used_tokens": gauges["kv_used_tokens"], "token_usage": round(gauges["token_usage"], 2)}
     own |= {"max_total_num_tokens": memory.max_total_num_tokens, "context_len": spec.config.server.context_length}
@@ -309,5 +252,8 @@ def metrics_page(
             page.add(CounterMetricFamily, family, {**_RANKS, "mode": mode}, value)
         elif family in ("num_retracted_requests_total", "num_aborted_requests_total"):
             page.add(CounterMetricFamily, family, {} if "aborted" in family else _RANKS, value)
-    requests.add_to(page)
+    is_split = rules(spec.version).since(_STREAMING_LABELLED)
+    for name, is_stream in sorted(finished if is_split else {(name, False) for name, _ in finished}):
+        value = finished[name, is_stream] if is_split else finished[name, False] + finished[name, True]
+        page.add(CounterMetricFamily, name, {"is_streaming": str(is_stream).lower()} if is_split else {}, value)
     return generate_latest(page).decode()

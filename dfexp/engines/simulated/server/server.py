@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from dfexp.engines.simulated.core import Event, Line, Simulator
 from dfexp.engines.simulated.server import pages
 from dfexp.engines.simulated.server.app import App
 from dfexp.engines.simulated.server.attach import taken
-from dfexp.engines.simulated.server.faults import Due, Faults
+from dfexp.engines.simulated.server.faults import Faults
 from dfexp.engines.simulated.server.pace import Pace
 from dfexp.engines.simulated.server.spec import ServerSpec
 from dfexp.params_simulated import FaultPart
@@ -40,7 +41,7 @@ class Job:
     """A request in flight.
 
     Attributes:
-        arrived_s, first_s: virtual seconds of its arrival and of its first token.
+        arrived_s: virtual second of its arrival.
         prompt: tokens.
         whole: tokens that its answer would have without a limit; 0 while the simulator does not have the request.
         changed: set when its answer has ended, of a stream also when it may have grown.
@@ -51,17 +52,13 @@ class Job:
     arrived_s: float
     prompt: int = 0
     whole: int = 0
-    rid: str = ""
     is_stream: bool = False
-    first_s: float = 0.0
     ended: Event | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self) -> tuple[int, str]:
         """Completion tokens of an answer that has ended, and its finish_reason."""
         assert self.ended, "only then"
-        if self.ended.kind == "aborted":
-            return self.ended.tokens, "abort"
         return self.ended.tokens, "stop" if self.ended.tokens >= self.whole else "length"
 
 
@@ -78,6 +75,7 @@ class Server:
         is_ready: whether it serves.
         health_status: of /health, unless that finds something worse.
         jobs: what is in flight, by number.
+        finished: requests that ended, and their tokens, by what SGLang counts and whether they were streamed.
         turn: the host's mark of the event that comes next.
 
     """
@@ -88,7 +86,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.port: int = sock.getsockname()[1]
         self.host, self.spec, self.faults = host, replace(spec, port=self.port), faults
-        self.simulator, self.pace, self.requests = Simulator(spec.config), Pace(host.grace), pages.Requests(spec)
+        self.simulator, self.pace, self.finished = Simulator(spec.config), Pace(host.grace), Counter[tuple[str, bool]]()
         self.jobs, self.health_status, self.is_ready, self.turn = dict[int, Job](), 200, False, -1
         self.url = f"http://{self.spec.address}"
         self._sock, self._log, self._start, self._ended = sock, log, start, ended
@@ -100,8 +98,8 @@ class Server:
     async def start(self) -> None:
         """Load the model, listen, warm up. Returns when it serves, or has ended."""
         live = self._begin(self._live())
-        for due in self.faults.due(self.host.since_s or 0.0):
-            self._begin(self._befall(due))
+        for number, part in self.faults.due(self.host.since_s or 0.0):
+            self._begin(self._befall(number, part))
         await asyncio.wait([live])
         if not live.cancelled():
             live.result()
@@ -146,14 +144,6 @@ class Server:
         """Completion tokens so far of a request that was submitted."""
         return job.ended.tokens if job.ended else self.simulator.generated(job.number)
 
-    def abort(self, rid: str, *, everything: bool) -> None:
-        """End the requests whose id begins so, or all; they are answered what there is by now."""
-        self.host.look(self)
-        for job in self.jobs.values():
-            if job.whole and (everything or (rid and job.rid.startswith(rid))):
-                self.simulator.abort(job.number)
-        self.host.changed(self)
-
     def leave(self, job: Job) -> None:
         """It is answered, or its client has hung up: then the simulator gives it up too."""
         if job.ended is None and self in self.host.servers:
@@ -184,18 +174,14 @@ class Server:
 
     def _tell(self, job: Job, told: Event) -> bool:
         """What happened to a request; whether it has ended."""
-        if told.kind == "first_token":
-            job.first_s = told.at_s
-        elif told.kind == "retracted":
+        if told.kind == "retracted":
             self._print(pages.retract_line(1, job.prompt + told.tokens), at_s=told.at_s)
-        else:
+        elif told.kind == "finished":
             job.ended = told
             self.leave(job)
             job.changed.set()
-            if told.kind == "finished":
-                times = {"first_s": job.first_s - job.arrived_s, "whole_s": told.at_s - job.arrived_s}
-                self.requests.finished(streaming=job.is_stream, prompt=job.prompt, tokens=told.tokens, **times)
-                self.host.completed += 1
+            counted = {"num_requests": 1, "prompt_tokens": job.prompt, "generation_tokens": told.tokens}
+            self.finished.update({(name, job.is_stream): number for name, number in counted.items()})
         return job.ended is not None
 
     def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -222,17 +208,17 @@ class Server:
         self.is_ready = True
         host.serves(self)
 
-    async def _befall(self, due: Due) -> None:
+    async def _befall(self, number: str, part: FaultPart) -> None:
         """Let a scheduled fault happen when its time comes, until it is over."""
-        await self.host.due(due.at_s)
-        if due.part.kind == "crash":
-            self.faults.met[due.number] += 1
+        await self.host.due(part.at_s or 0.0)
+        if part.kind == "crash":
+            self.faults.met[number] += 1
             self.crash()
             return
-        self._turn(due.part, on=True)
-        if due.until_s is not None:
-            await self.host.reached(self.host.clock.now_s + due.until_s - due.at_s)
-            self._turn(due.part, on=False)
+        self._turn(part, on=True)
+        if part.for_s is not None:
+            await self.host.reached(self.host.clock.now_s + part.for_s)
+            self._turn(part, on=False)
 
     def _turn(self, part: FaultPart, *, on: bool) -> None:
         self.host.look(self)
