@@ -27,6 +27,7 @@ MANIFEST = "manifest.json"
 DONE_INDICES = ".done_indices"
 LOCK = ".lock"
 
+_NOTE = b'{"pid":'  # how the note in the lock begins
 _NAME = re.compile(r"completions_(\d{6,})\.jsonl(\.partial)?")
 _Count = Annotated[int, Field(ge=0)]
 
@@ -61,7 +62,7 @@ def list_shards(folder: Path) -> list[ShardFile]:
 
 
 def foreign_file(path: Path) -> ShardError:
-    """The error for a file that stands where a shard of ours has to go."""
+    """The error for a file that stands where one of ours has to go."""
     return ShardError(
         f"{path} exists, and this run did not write it. Move it away and resume: dfexp never replaces a file."
     )
@@ -70,9 +71,12 @@ def foreign_file(path: Path) -> ShardError:
 def lock(folder: Path) -> int:
     """Take the folder for this process until the returned descriptor is closed; the kernel frees it on any death.
 
-    Raises LockedError, naming the holder, if another process has it, StorageError if the disk refuses.
+    Raises LockedError, naming the holder, if another process has it, ShardError if the file is not of dfexp, and
+    StorageError if the disk refuses.
     """
     path = folder / LOCK
+    if path.is_symlink():
+        raise foreign_file(path)
     with disk(f"lock {path}", "Fix the folder."), ExitStack() as undo:
         # The file stays for ever: removing it would let two writers lock two files of one name.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -81,6 +85,9 @@ def lock(folder: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockedError(f"{folder} is being written by {_holder(fd)}. Stop it, or wait until it ends.") from None
+        head = os.pread(fd, len(_NOTE), 0)
+        if not _NOTE.startswith(head.rstrip(b"\0")):  # a killed writer leaves it empty, a loss of power torn or zeroed
+            raise foreign_file(path)
         os.ftruncate(fd, 0)
         os.pwrite(fd, encode_line({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}), 0)
         undo.pop_all()
@@ -161,12 +168,22 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from error
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace manifest.json and .done_indices. Raises StorageError."""
-    head = manifest.model_dump_json(exclude={"shards"}).removesuffix("}")
-    lines = ",\n".join(entry.model_dump_json() for entry in manifest.shards)
-    write_atomic(folder / MANIFEST, f'{head},"shards":[\n{lines}\n]}}\n'.encode("ascii"))
-    write_atomic(folder / DONE_INDICES, done_lines(manifest))
+class ManifestWriter:
+    """Replaces manifest.json and .done_indices; encodes each entry once, since a seal adds one to thousands."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._encoded = folder, dict[str, tuple[ShardEntry, bytes, bytes]]()
+
+    def write(self, manifest: Manifest) -> None:
+        """Make both say what `manifest` says. Raises StorageError."""
+        for entry in manifest.shards:
+            if self._encoded.get(entry.name, (None,))[0] is not entry:
+                self._encoded[entry.name] = entry, entry.model_dump_json().encode("ascii"), done_lines(entry)
+        parts = [self._encoded[entry.name] for entry in manifest.shards]
+        head = manifest.model_dump_json(exclude={"shards"}).removesuffix("}").encode("ascii")
+        lines = b",\n".join(line for _, line, _ in parts)
+        write_atomic(self._folder / MANIFEST, b'%b,"shards":[\n%b\n]}\n' % (head, lines))
+        write_atomic(self._folder / DONE_INDICES, b"".join(indices for _, _, indices in parts))
 
 
 def check_same_run(folder: Path, manifest: Manifest, *, total: int, fingerprint: Mapping[str, str]) -> None:
@@ -182,8 +199,26 @@ def check_same_run(folder: Path, manifest: Manifest, *, total: int, fingerprint:
         )
 
 
-def done_lines(manifest: Manifest) -> bytes:
-    """What .done_indices holds: the index of every sealed row, one a line."""
-    # Shard by shard: a list of all the lines of a long run would be most of the memory that the run needs.
-    parts = ("%d\n" * len(entry.indices) % tuple(entry.indices) for entry in manifest.shards)
-    return b"".join(part.encode("ascii") for part in parts)
+def done_lines(entry: ShardEntry) -> bytes:
+    """What .done_indices holds of one shard: the index of each of its rows, one a line."""
+    return ("%d\n" * len(entry.indices) % tuple(entry.indices)).encode("ascii")
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise ShardError for a link or a folder under a name that is written to: writing would hit something else."""
+    growing = [shard.path for shard in list_shards(folder) if not shard.sealed]
+    for path in (folder / MANIFEST, folder / FAILURES, folder / DONE_INDICES, *growing):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise foreign_file(path)
+
+
+def is_listed(folder: Path, manifest: Manifest) -> bool:
+    """Whether .done_indices says what `manifest` says.
+
+    Raises ShardError if it cannot be of dfexp: a wrong, lost or torn one has numbers in it, or zeros, and nothing else.
+    """
+    path, listed = folder / DONE_INDICES, b"".join(map(done_lines, manifest.shards))
+    there = path.read_bytes() if path.exists() else None
+    if there not in (None, listed) and there.strip(b"0123456789\n\0"):
+        raise foreign_file(path)
+    return there == listed

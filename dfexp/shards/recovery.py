@@ -23,11 +23,13 @@ from dfexp.shards.reader import read_entry, read_failure_log
 class Found:
     """What a folder holds: the manifest as it has to be and as it is on disk, and the open shards by number.
 
-    `leftovers` are of no more use, `done` has one byte an index, and `failed` the last failure's kind of the others.
+    `is_listed`: whether .done_indices agrees. `leftovers` are of no more use, `done` has one byte an index, and
+    `failed` the last failure's kind of the others.
     """
 
     manifest: Manifest
     old: Manifest | None
+    is_listed: bool
     growing: dict[int, ShardEntry]
     leftovers: list[Path]
     done: bytearray
@@ -36,6 +38,7 @@ class Found:
 
 def inspect(folder: Path, *, total: int, fingerprint: Mapping[str, str], rows_per_shard: int) -> Found:
     """Check everything in a folder, whose lock the caller holds. Raises as `Shards.open` does, and OSError."""
+    files.refuse_foreign(folder)
     old = files.read_manifest(folder)
     if old is not None:
         files.check_same_run(folder, old, total=total, fingerprint=fingerprint)
@@ -62,6 +65,7 @@ def inspect(folder: Path, *, total: int, fingerprint: Mapping[str, str], rows_pe
     return Found(
         manifest=manifest,
         old=old,
+        is_listed=files.is_listed(folder, manifest),
         growing=opened,
         leftovers=[*leftovers, *folder.glob(f".{MANIFEST}.*.tmp"), *folder.glob(f".{files.DONE_INDICES}.*.tmp")],
         done=done,

@@ -101,10 +101,9 @@ class Shards:
         )  # flushes all names before one is removed
         for path in found.leftovers:
             path.unlink()
-        done_list, listed = folder / files.DONE_INDICES, files.done_lines(self._manifest)
-        is_listed = done_list.exists() and done_list.read_bytes() == listed
-        if found.old != found.manifest or not is_listed:
-            files.write_manifest(folder, self._manifest)
+        self._writer = files.ManifestWriter(folder)
+        if found.old != found.manifest or not found.is_listed:
+            self._writer.write(self._manifest)
         self._open: list[_OpenShard] = []
         for number, entry in found.growing.items():
             self._open.append(opened.enter_context(_OpenShard(folder, number, rows=entry.rows)))
@@ -115,7 +114,7 @@ class Shards:
             "adopted": [entry.name for entry in self._manifest.shards if entry.name not in old],
             "cut_bytes": sum(shard.cut_bytes for shard in self._open),
             "cut_failure_bytes": self._failures.cut_bytes,
-            "rebuilt_done_indices": bool(listed) and not is_listed,
+            "rebuilt_done_indices": any(entry.rows for entry in self._manifest.shards) and not found.is_listed,
         }
         self.repairs = {name: value for name, value in repairs.items() if value}
         self.seal_error: ShardError | None = None
@@ -273,7 +272,7 @@ class Shards:
                 self._manifest.shards.append(sealed[-1])
                 self._is_saved = False
             if not self._is_saved:
-                files.write_manifest(self._folder, self._manifest)
+                self._writer.write(self._manifest)
                 self._is_saved = True
             self.seal_error = None
         except ShardError as error:

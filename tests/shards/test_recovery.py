@@ -183,6 +183,49 @@ def test_the_done_list_is_rebuilt_from_the_shards(folder, content):
     finish(folder)
 
 
+@pytest.mark.parametrize(
+    "content", [b"my notes\n", b"0\n1\n2 # checked by hand\n", b'["0"]', b"1 2 3\n", b"0.5\n", b"-1\n", b"\xff\xfe"]
+)
+def test_a_done_list_that_dfexp_cannot_have_written_is_never_replaced(folder, content):
+    path = folder / ".done_indices"
+    path.write_bytes(content)
+    refused(folder, r"\.done_indices exists, and this run did not write it\. Move it away", ShardError)
+    path.rename(folder.parent / "moved")
+    finish(folder)
+    assert (folder.parent / "moved").read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"my notes\n", b"{}", b"[1]\n", b'{"name": "lock"}', b"123\n", b"\0\0notes"])
+def test_a_lock_that_dfexp_cannot_have_written_is_never_replaced(folder, content):
+    path = folder / ".lock"
+    path.write_bytes(content)
+    refused(folder, r"\.lock exists, and this run did not write it\. Move it away", ShardError)
+    assert path.read_bytes() == content
+    path.unlink()
+    finish(folder)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder"])
+@pytest.mark.parametrize(
+    "name", [".lock", ".done_indices", "manifest.json", "failures.jsonl", "completions_000002.jsonl.partial"]
+)
+def test_a_link_or_a_folder_under_a_name_of_the_run_is_never_replaced_nor_written_through(folder, name, kind):
+    path, target = folder / name, folder.parent / "precious"
+    path.rename(target)
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(target)
+    before = target.read_bytes()
+    if kind == "dangling link":
+        target.unlink()
+    with pytest.raises(ShardError, match=f"{name}"):
+        open_run(folder)
+    assert path.is_symlink() == (kind != "folder")
+    assert target.exists() == (kind != "dangling link")
+    assert kind == "dangling link" or target.read_bytes() == before
+
+
 @pytest.mark.parametrize("torn_bytes", [None, 1, 200, 3000])
 def test_a_lost_manifest_is_rebuilt_from_the_shards_and_a_torn_one_once_it_is_removed(folder, torn_bytes):
     """It is replaced whole, so a torn one is no crash: it may not pass for another run's, nor for none."""

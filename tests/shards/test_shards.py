@@ -199,7 +199,7 @@ def test_a_second_writer_is_told_who_the_first_one_is(folder):
     run.close()
 
 
-@pytest.mark.parametrize("note", ["", "{}", "[1]", '{"pid": 1, "host": "h", "since": "x"}'])
+@pytest.mark.parametrize("note", ["", "\0" * 40, '{"pi', '{"pid":1}', '{"pid":1,"host":"h","since":"x"}'])
 def test_a_lock_without_a_readable_note_still_locks(folder, note):
     with open_run(folder):
         (folder / ".lock").write_text(note)
