@@ -8,6 +8,7 @@ Prints predicted beside logged for every row of checks.jsonl, then what the read
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,36 @@ from dfexp.capacity.startup_log import FIRST, LAST, Startup, read_startup
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "capacity"
 
 
-def summary(startup: Startup) -> str:
+MORE = LAST | {
+    "graph_gib": r"Capture .*graph end.*?mem usage=\s*(-?[\d.]+)\s*GB",
+    "after_graph_gib": r"Capture .*graph end.*?avail mem=\s*([\d.]+)\s*GB",
+    "chunked_prefill_size": r"(?<![\w-])chunked_prefill_size=(-?\d+)",
+    "max_prefill_tokens": r"(?<![\w-])max_prefill_tokens=(\d+)",
+    "available_gpu_mem_gib": r"available_(?:gpu|cpu|xpu|npu)_mem=\s*(-?[\d.]+)\s*GB",
+    "capped_requests": r"is capped to (\d+) by",
+    "capped_slots": r"is capped to .*?max_mamba_cache_size=(\d+)",
+    "capped_slots_per_request": r"is capped to .*?(\d+) state slots per request",
+    "full_tokens": r"full_layer_tokens=(\d+)",
+    "sliding_tokens": r"swa_layer_tokens=(\d+)",
+    "failed_slots": r"max_mamba_cache_size=(-?\d+) \(total_rest_memory=",
+    "failed_rest_gib": r"total_rest_memory=(-?[\d.]+) GB",
+    "failed_slot_mib": r"mamba_cache_per_req=([\d.]+) MB",
+}
+"""What the logs say besides what dfexp needs; `capped_*`: of a cap's warning, `failed_*`: of a boot without room."""
+_ERROR = re.compile(r"^(?:\[[^\]]*\] ?)?\w*(?:Error|Exception): ")
+
+
+def summary(lines: list[str]) -> str:
     """What was read, in one line; a dash is a line that is not in the log."""
     names = {
         "pre": "load_begin_gib", "post": "load_end_gib", "slots": "max_mamba_cache_size", "conv": "conv_gib",
         "ssm": "ssm_gib", "tokens": "kv_tokens", "K": "k_gib", "V": "v_gib", "total": "max_total_num_tokens",
         "cap": "max_running_requests", "free": "available_gpu_mem_gib",
     }  # fmt: skip
+    startup, errors = read_startup(lines, MORE), [line.strip() for line in lines if _ERROR.match(line)]
     values = {short: startup.get(name) for short, name in names.items()}
     shown = "  ".join(f"{short} {'-' if value is None else f'{value:.10g}'}" for short, value in values.items())
-    return f"{shown}{'  error: ' + startup.errors[-1][:80] if startup.errors else ''}"
+    return f"{shown}{'  error: ' + errors[-1][:200] if errors else ''}"
 
 
 RECORDED = {
@@ -65,7 +86,7 @@ def recorded(case: dict[str, Any], startup: Startup) -> list[tuple[str, Any, Any
     compared = []
     for name, value in case["logged"].items():
         fields = INSTEAD.get(name, (RECORDED.get(name, name),))
-        if not {*fields} <= FIRST.keys() | LAST.keys() or value is None or isinstance(value, str):
+        if not {*fields} <= FIRST.keys() | MORE.keys() or value is None or isinstance(value, str):
             continue
         got = next((startup.get(field) for field in fields if startup.get(field) is not None), None)
         compared.append((name, value, startup.values.get(fields[0], {}) if isinstance(value, dict) else got))
@@ -79,13 +100,13 @@ def main() -> int:
     print(check.render(report))
     print("\nReal logs of SGLang on a CPU:")
     for path in sorted((DATA / "logs").glob("*.log")):
-        print(f"  {path.stem:<42} {summary(read_startup(path.read_text(encoding='utf-8').split(chr(10))))}")
+        print(f"  {path.stem:<42} {summary(path.read_text(encoding='utf-8').split(chr(10)))}")
     print("\nLines quoted in public reports, field by field:")
     for line in (DATA / "cases.jsonl").read_text(encoding="utf-8").split("\n"):
         case = json.loads(line) if line.strip() else {"raw_lines": []}
         if not case["raw_lines"]:
             continue
-        for name, value, got in recorded(case, read_startup(case["raw_lines"])):
+        for name, value, got in recorded(case, read_startup(case["raw_lines"], MORE)):
             read = f"{got:.10g}" if isinstance(got, float) else got or "-"
             print(f"  {case['id']:<42} {name:<36} recorded {value!s:<34} read {read}")
     return check.status(report)

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import yaml
 
-from dfexp.capacity.memory import explain_cap
+from dfexp.capacity.errors import DoesNotFit
 from dfexp.capacity.plan_command import Prepared, prepare, table
 from dfexp.capacity.planner import Setting, make_plan
-from dfexp.capacity.throughput import Sample, calibrate
+from dfexp.capacity.throughput import calibrate
 from dfexp.capacity.workload import early_figures
 from dfexp.hardware import UNMEASURED
-from dfexp.params_plan import PlanGroup
+from dfexp.params_plan import PlanGroup, SamplePart
 
+FRACTIONS = tuple(round(0.70 + 0.01 * step, 2) for step in range(26))
 PARAMS = Path(__file__).resolve().parent.parent / "params" / "expansion_v1.yaml"
 
 
@@ -44,7 +45,7 @@ def main() -> None:
 def _calibrated(prepared: Prepared, before: Setting) -> Prepared:
     """One efficiency, from the first setting: 32 requests, 0.205 of its KV tokens used, 670 tok/s."""
     tokens = before.memory().max_total_num_tokens
-    sample = Sample(running=32, context=0.205 * tokens / 32, tok_per_s=670)
+    sample = SamplePart(running=32, context=0.205 * tokens / 32, tok_per_s=670)
     found = calibrate(before.server, before.workload, [sample], UNMEASURED, provenance="fitted on the first setting")
     return replace(prepared, setting=replace(prepared.setting, efficiency=found))
 
@@ -85,16 +86,26 @@ def _early(after: Setting) -> None:
           " predicted, 1,397 of mean 2,660 seen")  # fmt: skip
 
 
+def explain_cap(part: Setting, *, cap: int, slots_in_use: int, mamba_usage: float) -> list[tuple[float, str]]:
+    """Memory fractions (0.70 to 0.95) and state dtypes under which a server shows this request cap and, with so many
+    state slots in use, this usage (two decimals).
+    """
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        for fraction in FRACTIONS:
+            flags = replace(part.server.flags, mem_fraction_static=fraction, mamba_ssm_dtype=dtype)
+            try:
+                memory = part.with_flags(flags).memory()
+            except DoesNotFit:
+                continue
+            usage = slots_in_use / memory.max_mamba_cache_size
+            if memory.max_running_requests == cap and abs(usage - mamba_usage) <= 0.005:
+                found.append((fraction, dtype))
+    return found
+
+
 def _explain(part: Setting, *, cap: int, slots_in_use: int, usage: float) -> None:
-    found = explain_cap(
-        part.server.shape,
-        part.server.flags,
-        part.rules,
-        part.free,
-        cap=cap,
-        slots_in_use=slots_in_use,
-        mamba_usage=usage,
-    )
+    found = explain_cap(part, cap=cap, slots_in_use=slots_in_use, mamba_usage=usage)
     fits = [f"{fraction} with {dtype} states" for fraction, dtype in found]
     print(f"a cap of {cap} with {slots_in_use} slots at usage {usage} means a fraction of {', '.join(fits) or 'none'}")
 

@@ -8,15 +8,15 @@ Prints every row with its error, and the mean absolute error over the rows that 
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dfexp.capacity.cost import Server
+from dfexp.capacity.cost import Server, decode_bytes, prefill_parts, small_kernels_s
 from dfexp.capacity.flags import Flags, rules
 from dfexp.capacity.memory import Free, MemoryPlan, plan_memory
 from dfexp.capacity.models import load_model
 from dfexp.capacity.shape import GIB
-from dfexp.capacity.throughput import Sample, calibrate, predict
+from dfexp.capacity.throughput import chunk_tokens, predict
 from dfexp.capacity.workload import Workload, constant
 from dfexp.hardware import UNMEASURED, Efficiency, find_gpu
 
@@ -63,10 +63,7 @@ def lines() -> list[Line]:
         first = row["gpu"] not in fitted
         running = predict(server, memory, UNMEASURED, WORKLOAD, concurrency=concurrency).running
         if first:
-            sample = Sample(
-                running=running, context=WORKLOAD.context, tok_per_s=total / TOTAL_PER_OUTPUT, tpot_s=tpot_s
-            )
-            fitted[row["gpu"]] = calibrate(server, WORKLOAD, [sample], UNMEASURED, provenance="first row")
+            fitted[row["gpu"]] = _fitted(server, running, total / TOTAL_PER_OUTPUT, tpot_s)
         got = predict(server, memory, fitted[row["gpu"]], WORKLOAD, concurrency=concurrency)
         tpot = got.step_s + got.running / got.tok_per_s * got.prefill_share / 2
         found.append(
@@ -84,6 +81,24 @@ def lines() -> list[Line]:
                 predicted_tpot_ms=tpot * 1e3,
             )
         )
+    return found
+
+
+def _fitted(server: Server, running: float, tok_per_s: float, tpot_s: float) -> Efficiency:
+    """The efficiencies that reproduce a row: the bandwidth's and the compute's.
+
+    Requests of one length come in waves: all are prefilled, then all decode, and the median request waits for half of
+    the others' prefill.
+    """
+    moved_at_peak = decode_bytes(server, running, WORKLOAD.context) / server.gpu.bandwidth_bytes_per_s
+    cycle, prompt = running / tok_per_s, WORKLOAD.prompt.mean
+    step = 2 * tpot_s - cycle
+    prefill = (cycle - step) * WORKLOAD.completion.mean / running
+    found = replace(UNMEASURED, bandwidth=moved_at_peak / (step - small_kernels_s(server)), provenance="first row")
+    tokens = min(running * prompt, chunk_tokens(server))
+    for _ in range(8):
+        fixed, at_peak = prefill_parts(server, found, tokens, prompt)
+        found = replace(found, compute=at_peak / (prefill * tokens / prompt - fixed))
     return found
 
 

@@ -20,7 +20,6 @@ that were looked at, nothing on those of dense models."""
 MULTIMODAL_GIB = 100 / 1024
 MOST_GIB = 2000
 """More than any GPU has; larger numbers are MiB."""
-FRACTIONS = tuple(round(0.70 + 0.01 * step, 2) for step in range(26))
 
 CapFrom = Literal["requested", "state pool", "KV pool", "SGLang's own limit"]
 
@@ -212,23 +211,3 @@ def pool_bytes(
     sizes |= {"ssm": padded * ssm, "conv": padded * conv, "intermediate_ssm": rows * draft * ssm}
     sizes["intermediate_conv"] = rows * windows * conv // columns
     return sizes
-
-
-def explain_cap(
-    shape: ModelShape, flags: Flags, version: Rules, free: Free, *, cap: int, slots_in_use: int, mamba_usage: float
-) -> list[tuple[float, str]]:
-    """Memory fractions (0.70 to 0.95) and state dtypes under which a server shows this request cap and, with so many
-    state slots in use, this usage (two decimals).
-    """
-    found = []
-    for dtype in ("bfloat16", "float32"):
-        for fraction in FRACTIONS:
-            tried = replace(flags, mem_fraction_static=fraction, mamba_ssm_dtype=dtype)
-            try:
-                plan = plan_memory(shape, tried, version, free)
-            except DoesNotFit:
-                continue
-            usage = slots_in_use / plan.max_mamba_cache_size
-            if plan.max_running_requests == cap and abs(usage - mamba_usage) <= 0.005:
-                found.append((fraction, dtype))
-    return found

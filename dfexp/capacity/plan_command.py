@@ -19,7 +19,7 @@ from dfexp.capacity.memory import Free, MemoryPlan
 from dfexp.capacity.models import Model, load_model
 from dfexp.capacity.planner import Candidate, Plan, Setting, make_plan
 from dfexp.capacity.shape import GIB
-from dfexp.capacity.throughput import Sample, calibrate
+from dfexp.capacity.throughput import calibrate
 from dfexp.errors import DfexpError, PromptsError
 from dfexp.hardware import Efficiency, UnknownGpu, find_gpu
 from dfexp.params import RunSpec, SglangServers, SimulatedFleet
@@ -212,12 +212,8 @@ def _free(plan: PlanGroup, model: Model, server: Server) -> Free:
 def _efficiency(plan: PlanGroup, server: Server, load: workload.Workload) -> Efficiency:
     if not plan.samples:
         return server.gpu.efficiency
-    samples = [
-        Sample(running=item.running, context=item.context or load.context, tok_per_s=item.tok_per_s)
-        for item in plan.samples
-    ]
-    provenance = f"fitted on {len(samples)} sample(s) of the file"
-    return calibrate(server, load, samples, server.gpu.efficiency, provenance=provenance)
+    provenance = f"fitted on {len(plan.samples)} sample(s) of the file"
+    return calibrate(server, load, plan.samples, server.gpu.efficiency, provenance=provenance)
 
 
 def plan_text(spec: RunSpec, root: Path, *, as_json: bool) -> str:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
-from dfexp.capacity.cost import Server, decode_bytes, decode_step_s, prefill_parts, prefill_s, small_kernels_s
+from dfexp.capacity.cost import Server, decode_bytes, decode_step_s, prefill_s, small_kernels_s
 from dfexp.capacity.errors import CapacityError
 from dfexp.capacity.memory import MemoryPlan
 from dfexp.capacity.workload import Workload
 from dfexp.hardware import Efficiency
+from dfexp.params_plan import SamplePart
 
 RESERVED_TOKENS = 4096
 """SGLang reserves at most this many tokens of a request's answer when it decides on admission."""
@@ -170,25 +171,10 @@ def _step_and_prefill_s(
     return step, prefill
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """What a server was seen to do at a steady state.
-
-    Attributes: running, context, requests and their mean tokens; tok_per_s, completion tokens per second with prefill
-    pauses; tpot_s, median time between two tokens of one request, where it was measured.
-    """
-
-    running: float
-    context: float
-    tok_per_s: float
-    tpot_s: float | None = None
-
-
 def calibrate(
-    server: Server, workload: Workload, samples: Sequence[Sample], start: Efficiency, *, provenance: str
+    server: Server, workload: Workload, samples: Sequence[SamplePart], start: Efficiency, *, provenance: str
 ) -> Efficiency:
-    """Efficiencies that reproduce the samples: the bandwidth's always, the compute's where `tpot_s` was measured on
-    completions of one length.
+    """Efficiencies that reproduce the samples: the bandwidth's; the compute's stays that of `start`.
 
     Samples of several batch sizes are averaged; their spread becomes the uncertainty, which is at least 3 %, and 5 % of
     one sample, which says nothing of other batch sizes.
@@ -196,50 +182,27 @@ def calibrate(
     """
     if not samples:
         raise CapacityError("calibration needs at least one sample of a steady state.")
-    found = [_solve(server, workload, sample, start) for sample in samples]
-    bandwidth = sum(item.bandwidth for item in found) / len(found)
+    found = [_bandwidth(server, workload, sample, start) for sample in samples]
+    bandwidth = sum(found) / len(found)
     if bandwidth > 1.05:
         raise CapacityError(
             f"the samples need {bandwidth:.2f} of {server.gpu.name}'s peak bandwidth, which cannot be; "
             "check running, context and the weights' dtype."
         )
-    spread = max(abs(item.bandwidth / bandwidth - 1) for item in found)
-    return Efficiency(
-        bandwidth=bandwidth,
-        compute=sum(item.compute for item in found) / len(found),
-        provenance=provenance,
-        uncertainty=max(0.03 if len(found) > 1 else 0.05, spread),
-    )
+    spread = max(abs(item / bandwidth - 1) for item in found)
+    least = 0.03 if len(found) > 1 else 0.05
+    return replace(start, bandwidth=bandwidth, provenance=provenance, uncertainty=max(least, spread))
 
 
-def _solve(server: Server, workload: Workload, sample: Sample, start: Efficiency) -> Efficiency:
-    """The efficiencies of one sample."""
-    completion, running = workload.completion, sample.running
-    moved_at_peak = decode_bytes(server, running, sample.context) / server.gpu.bandwidth_bytes_per_s
+def _bandwidth(server: Server, workload: Workload, sample: SamplePart, start: Efficiency) -> float:
+    """The bandwidth efficiency that reproduces one sample."""
+    running, tokens, found = sample.running, workload.completion.mean, start
+    context = sample.context or workload.context
+    moved_at_peak = decode_bytes(server, running, context) / server.gpu.bandwidth_bytes_per_s
     cycle, least = running / sample.tok_per_s, small_kernels_s(server)
-    if sample.tpot_s is not None and completion.is_constant:
-        # Waves: all are prefilled, then all decode, and the median request waits for half of the others' prefill.
-        step = 2 * sample.tpot_s - cycle
-        prefill = (cycle - step) * completion.mean / running
-        found = replace(start, bandwidth=moved_at_peak / max(1e-9, step - least))
-        return _with_compute(server, workload, found, prefill, running)
-    found = start
     for _ in range(20):
-        step = decode_step_s(server, found, running, sample.context)
-        prefill = prefill_per_request_s(server, found, workload, 1.0 + sample.tok_per_s / completion.mean * step)
-        decoding = cycle - running * prefill / completion.mean - least
+        step = decode_step_s(server, found, running, context)
+        prefill = prefill_per_request_s(server, found, workload, 1.0 + sample.tok_per_s / tokens * step)
+        decoding = cycle - running * prefill / tokens - least
         found = replace(found, bandwidth=moved_at_peak / max(1e-9, decoding))
-    return found
-
-
-def _with_compute(server: Server, workload: Workload, start: Efficiency, prefill: float, arrivals: float) -> Efficiency:
-    """The compute efficiency at which one request's prefill takes `prefill` seconds."""
-    tokens = min(arrivals * workload.prompt.mean, chunk_tokens(server))
-    found = start
-    for _ in range(8):
-        fixed, at_peak = prefill_parts(server, found, tokens, workload.prompt.biased_mean)
-        left = prefill * tokens / workload.prompt.mean - fixed
-        if left <= 0:
-            return start
-        found = replace(found, compute=at_peak / left)
-    return found
+    return found.bandwidth

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.capacity_reference import explain_cap
 from dfexp.capacity.errors import CapacityError, DoesNotFit, FlagsRefused
 from dfexp.capacity.flags import Flags, refuse, rules
-from dfexp.capacity.memory import UNLOGGED_GIB, Free, explain_cap, plan_memory
+from dfexp.capacity.memory import UNLOGGED_GIB, Free, plan_memory
 from dfexp.capacity.models import load_model
 from dfexp.capacity.shape import GIB, Attention, ModelShape, StateLayers
-from tests.capacity.support import AFTER, BEFORE, MODEL, NEW, OLD, PROMPTS, free_memory, plan
+from tests.capacity.support import AFTER, BEFORE, MODEL, NEW, OLD, PROMPTS, free_memory, plan, setting
 
 DENSE = load_model("Qwen3-8B").shape
 
@@ -36,9 +37,9 @@ def test_radix_off_takes_one_slot_per_request() -> None:
 
 
 def test_only_the_reported_fraction_and_dtype_explain_the_cap() -> None:
-    found = explain_cap(MODEL.shape, BEFORE, OLD, free_memory(), cap=37, slots_in_use=113, mamba_usage=0.61)
+    found = explain_cap(setting(BEFORE, concurrency=32), cap=37, slots_in_use=113, mamba_usage=0.61)
     assert found == [(0.85, "bfloat16")]
-    after = explain_cap(MODEL.shape, AFTER, OLD, free_memory(), cap=72, slots_in_use=128, mamba_usage=0.59)
+    after = explain_cap(setting(AFTER, concurrency=64), cap=72, slots_in_use=128, mamba_usage=0.59)
     assert after == [(0.90, "bfloat16")]
 
 

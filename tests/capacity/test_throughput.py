@@ -8,12 +8,13 @@ from benchmarks import capacity_throughput
 from dfexp.capacity.cost import decode_bytes, weight_bytes
 from dfexp.capacity.errors import CapacityError
 from dfexp.capacity.models import load_model
-from dfexp.capacity.throughput import Sample, admissible, calibrate, largest_graph, predict
+from dfexp.capacity.throughput import admissible, calibrate, largest_graph, predict
 from dfexp.capacity.workload import Workload, constant
 from dfexp.hardware import UNMEASURED, Efficiency, find_gpu, gpus
+from dfexp.params_plan import SamplePart
 from tests.capacity.support import AFTER, BEFORE, GPU, PROMPTS, plan, server, workload
 
-SAMPLE = Sample(running=32, context=1585, tok_per_s=670)
+SAMPLE = SamplePart(running=32, context=1585, tok_per_s=670)
 """The first setting: 0.205 of ~247,600 KV tokens used by 32 requests."""
 
 
@@ -85,17 +86,19 @@ def test_calibration_reproduces_its_samples_and_keeps_their_spread() -> None:
     samples = []
     for concurrency in (8, 64):
         got = predict(server(AFTER), plan(AFTER), truth, workload(), concurrency=concurrency)
-        samples.append(Sample(running=concurrency, context=got.context, tok_per_s=got.tok_per_s))
+        samples.append(SamplePart(running=concurrency, context=got.context, tok_per_s=got.tok_per_s))
     found = calibrate(server(AFTER), workload(), samples, UNMEASURED, provenance="two samples")
     assert found.bandwidth == pytest.approx(0.6, abs=0.003)
     assert found.uncertainty == pytest.approx(0.03)
-    off = [samples[0], replace(samples[1], tok_per_s=samples[1].tok_per_s * 0.9)]
+    off = [samples[0], samples[1].model_copy(update={"tok_per_s": samples[1].tok_per_s * 0.9})]
     assert calibrate(server(AFTER), workload(), off, UNMEASURED, provenance="two").uncertainty > 0.04
 
 
 def test_impossible_samples_are_refused() -> None:
     with pytest.raises(CapacityError, match="peak bandwidth"):
-        calibrate(server(AFTER), workload(), [replace(SAMPLE, tok_per_s=5000)], UNMEASURED, provenance="x")
+        calibrate(
+            server(AFTER), workload(), [SAMPLE.model_copy(update={"tok_per_s": 5000.0})], UNMEASURED, provenance="x"
+        )
     with pytest.raises(CapacityError, match="at least one sample"):
         calibrate(server(AFTER), workload(), [], UNMEASURED, provenance="x")
 
