@@ -283,21 +283,17 @@ def _count(usage: object, name: str) -> int | None:
     return value if is_count else None
 
 
-def _raise_classified(error: Exception) -> NoReturn:
-    """Turn an error of the openai package into ours: by its status, or by what the transport saw."""
+def _raise_classified(error: openai.OpenAIError) -> NoReturn:
+    """Turn an error of the openai package into ours: by its status, or by what aiohttp saw."""
     if isinstance(error, openai.APIStatusError):
         _raise_for_status(error)
-    if isinstance(error, openai.APIResponseValidationError):
-        raise BadAnswer(f"HTTP {error.status_code} that is not a chat completion: {_cut(str(error))}") from error
-    causes = _causes(error)
-    never_sent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorDNSError)
-    if any(isinstance(cause, never_sent) for cause in causes):
-        raise Unreachable(f"cannot connect: {_root(causes)}") from error
-    if isinstance(error, openai.APIConnectionError) and not any(
-        isinstance(c, aiohttp.ClientResponseError) for c in causes
-    ):
-        raise ConnectionLost(f"the connection broke: {_root(causes)}") from error
-    raise BadAnswer(f"{type(error).__name__}: {_cut(str(error))}") from error
+    cause = error.__cause__ or error
+    words = _cut(f"{type(cause).__name__}: {cause}")
+    if isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        raise Unreachable(f"cannot connect: {words}") from error
+    if isinstance(cause, aiohttp.ClientResponseError):
+        raise BadAnswer(words) from error
+    raise ConnectionLost(f"the connection broke: {words}") from error
 
 
 def _raise_for_status(error: openai.APIStatusError) -> NoReturn:
@@ -342,19 +338,6 @@ def _retry_after_s(value: str | None) -> float | None:
         return max(0.0, float(value)) if value is not None else None
     except ValueError:
         return None
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return chain
-
-
-def _root(causes: Sequence[BaseException]) -> str:
-    return _cut(f"{type(causes[-1]).__name__}: {causes[-1]}")
 
 
 def _cut(text: str, most: int = 2000) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, ValidationInfo
+from pydantic import Field, JsonValue, StringConstraints, ValidationError, ValidationInfo
 from pydantic.functional_validators import field_validator, model_validator
 
 from dfexp.errors import ParamsError
 from dfexp.params_errors import explain, hide_secrets, looks_secret, shown
-from dfexp.params_plan import FlagValues, PlanGroup
+from dfexp.params_plan import Count, FlagValues, Group, PlanGroup
 from dfexp.params_simulated import FaultPart
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -21,14 +21,7 @@ EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s@]+(/[^\s@]*)?$")]
 NamedPath = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00/. ][^\x00/]*/*$")]
 Command = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
-Count = Annotated[int, Field(ge=1)]
 _OWN_BODY_KEYS = ("model", "messages", "stream", "stream_options", "n")
-
-
-class Group(BaseModel):
-    """A part of a parameter file: unknown keys and wrong types are errors, values never change after reading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class FleetGroup(Group):

@@ -12,13 +12,13 @@ Positive = Annotated[float, Field(gt=0)]
 FlagValues = dict[str, bool | int | float | str | list[str | int | float]]
 
 
-class PlanPart(BaseModel):
-    """Unknown keys and wrong types are errors; values never change after reading."""
+class Group(BaseModel):
+    """A part of a parameter file: unknown keys and wrong types are errors, values never change after reading."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class EarlyPart(PlanPart):
+class EarlyPart(Group):
     """What a client's counters showed early, over all servers together."""
 
     completions: Count = Field(description="completions so far")
@@ -28,7 +28,7 @@ class EarlyPart(PlanPart):
     tok_per_s: Positive = Field(description="decode rate of all servers together")
 
 
-class LengthPart(PlanPart):
+class LengthPart(Group):
     """Token counts: all alike (tokens), log-normal (median with p95 or sigma), or fitted on a young run (early)."""
 
     tokens: Tokens | None = Field(None, description="every request has this many")
@@ -47,7 +47,7 @@ class LengthPart(PlanPart):
         return self
 
 
-class SamplePart(PlanPart):
+class SamplePart(Group):
     """A steady state that a server was seen in; the efficiency is fitted on it."""
 
     running: Positive = Field(description="requests running on one server")
@@ -55,7 +55,7 @@ class SamplePart(PlanPart):
     context: Tokens | None = Field(None, description="mean tokens per running request; default: the workload's")
 
 
-class VariantPart(PlanPart):
+class VariantPart(Group):
     """One set of flags to show beside the others."""
 
     flags: FlagValues = Field(description="SGLang flags, _ for -")
@@ -63,7 +63,7 @@ class VariantPart(PlanPart):
     measured_tok_per_s: Positive | None = Field(None, description="decode tok/s per server that was seen")
 
 
-class PlanGroup(PlanPart):
+class PlanGroup(Group):
     """What the capacity model needs to know of a run on SGLang."""
 
     model: str | None = Field(

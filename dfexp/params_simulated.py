@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dfexp.params_plan import Count, PlanPart
+from dfexp.params_plan import Count, Group
 
 Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -21,10 +21,8 @@ _MEANING: dict[str, tuple[str, ...]] = dict.fromkeys(get_args(Kind), (*_WINDOW, 
 }  # fmt: skip
 
 
-class FaultPart(PlanPart):
+class FaultPart(Group):
     """One thing that goes wrong. Times are virtual seconds since all servers served for the first time."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     kind: Kind = Field(description="what happens: to the server, or, from status to never, to requests that arrive")
     server: int | None = Field(None, ge=0, description="index of the server, from 0; default: every one")

@@ -70,7 +70,7 @@ def read_startup(lines: Iterable[str], last: Mapping[str, str] = LAST) -> Startu
             continue
         match = _RANK.match(line)
         rank = match.group(1).strip() if match else ""
-        for name, pattern in (FIRST | last).items():
+        for name, pattern in {**FIRST, **last}.items():
             if match := re.search(pattern, line):
                 by_rank = found.values.setdefault(name, {})
                 if name in last or rank not in by_rank:

@@ -8,12 +8,14 @@ import os
 import random
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, cast
 
 from dfexp.engines.http import get_text
+from dfexp.engines.pages import tokens_so_far
 from dfexp.errors import EngineStartError
 from dfexp.layout import FleetFolder
 from dfexp.metrics import from_metrics
@@ -53,17 +55,22 @@ class Server:
         return ProcessId(self.pid or 0, self.process_started or "never")
 
 
-class Engine(Protocol):
-    """One kind of server, bound to the parameters of one fleet. What asks a server raises RequestError subclasses."""
+@dataclass(frozen=True, kw_only=True)
+class Engine(ABC):
+    """One kind of server, bound to the parameters of one fleet. What asks a server raises RequestError subclasses.
 
-    @property
-    def name(self) -> str:
-        """The value of `engine` in a parameter file."""
+    Attributes:
+        name: the value of `engine` in a parameter file.
+        liveness: the page that a living server answers, and the seconds after which silence is no answer.
+        root: what relative paths in the parameters are relative to.
 
-    @property
-    def liveness(self) -> tuple[str, float]:
-        """The page that a living server answers, and the seconds after which silence is no answer."""
+    """
 
+    name: ClassVar[str]
+    liveness: ClassVar[tuple[str, float]] = ("health", 30.0)  # SGLang's answers after up to 20 s on a busy server
+    root: Path
+
+    @abstractmethod
     def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """The servers to start; what they need to know privately is written as `server-*` in the folder, mode 0600.
 
@@ -73,28 +80,42 @@ class Engine(Protocol):
 
     def outside_key(self) -> str | None:
         """The API key of servers that somebody else runs ("" for none), else None. Raises FleetError: not set."""
+        return None
 
+    @abstractmethod
     def model_name(self, url: str, key: str) -> str:
         """The model name to send with requests."""
 
     def model_fingerprint(self, url: str, key: str) -> str:
         """What tells this model from another of the same name, as far as this engine can know; the name at least."""
+        return self.model_name(url, key)
 
+    @abstractmethod
     def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """What a server says of its room."""
 
     def sample(self, server: Server, key: str, timeout_s: float = 10.0) -> EngineSample | None:
-        """What a server says of its work; None where it says nothing that is known here."""
+        """What a server says of its work on its page of metrics, as of the middle of the time that it took.
+
+        None where it says nothing that is known here.
+        """
+        began_at = time.time()
+        page = get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s)
+        return from_metrics(page, at=(began_at + time.time()) / 2, server=server.name)
 
     def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
         """Counters of tokens that grow while the server works at any request; None where the engine has none."""
+        return tokens_so_far(self.sample(server, key, timeout_s))
 
     def has_loaded(self, log_text: str) -> bool:
         """Whether the weights are in memory, so that another server may read them now; False where no log tells."""
+        return False
 
     def has_failed(self, log_text: str) -> bool:
         """Whether the log says that a server which still lives will never serve."""
+        return False
 
+    @abstractmethod
     def diagnose_start(self, log_text: str) -> str:
         """Cause and fix of a failed start, as far as its log tells."""
 
@@ -118,13 +139,6 @@ def start_log(server: Server, most: int = 2**22) -> str:
         head = file.read(most)
         file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - most))
         return (head + file.read()).decode("utf-8", "replace")
-
-
-def sampled(server: Server, key: str, timeout_s: float) -> EngineSample | None:
-    """A server's page of metrics, as of the middle of the time that it took. Raises RequestError."""
-    began_at = time.time()
-    page = get_text(f"{server.url}/metrics", key=key, timeout_s=timeout_s)
-    return from_metrics(page, at=(began_at + time.time()) / 2, server=server.name)
 
 
 def address(host: str, port: int) -> str:

@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
-from dfexp.engines.base import Server, sampled
+from dfexp.engines.base import Engine, Server
 from dfexp.engines.http import get_json
-from dfexp.engines.pages import limits_from, tokens_so_far
+from dfexp.engines.pages import limits_from
 from dfexp.errors import AccessDenied, BadAnswer, FleetError, Refused, ServerFault
 from dfexp.layout import FleetFolder
 from dfexp.params import ExternalFleet
-from dfexp.records import EngineSample, ServerLimits, TokenCounts
+from dfexp.records import EngineSample, ServerLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExternalEngine:
+class ExternalEngine(Engine):
     """The engine of `engine: external`."""
 
     name: ClassVar[str] = "external"
-    liveness: ClassVar[tuple[str, float]] = ("health", 30.0)  # SGLang's answers after up to 20 s on a busy server
     group: ExternalFleet
-    root: Path
 
     def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """The URLs as they were given, none of them to be started."""
@@ -49,10 +46,6 @@ class ExternalEngine:
             raise BadAnswer(f"{url}/v1/models lists no model. Give the model's name in fleet.model.")
         return name
 
-    def model_fingerprint(self, url: str, key: str) -> str:
-        """The name: nothing more can be known from outside."""
-        return self.model_name(url, key)
-
     def limits(self, server: Server, key: str, timeout_s: float = 10.0) -> ServerLimits:
         """What the server says on whichever pages it has, completed by what the parameters give."""
         pages = {}
@@ -70,21 +63,13 @@ class ExternalEngine:
     def sample(self, server: Server, key: str, timeout_s: float = 10.0) -> EngineSample | None:
         """Its page of metrics, where it has one that is known here."""
         try:
-            return sampled(server, key, timeout_s)
+            return Engine.sample(self, server, key, timeout_s)
         except (AccessDenied, BadAnswer, Refused, ServerFault):
             return None
-
-    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
-        """What SGLang counts, where the server is one; None for others."""
-        return tokens_so_far(self.sample(server, key, timeout_s))
 
     def has_loaded(self, log_text: str) -> bool:
         """True: they are started by somebody else."""
         return True
-
-    def has_failed(self, log_text: str) -> bool:
-        """False: there is no log."""
-        return False
 
     def diagnose_start(self, log_text: str) -> str:
         """There is no log: all that is known is that nothing answered."""

