@@ -15,7 +15,7 @@ from dfexp.fleet import Fleet, ServerStatus
 from dfexp.fleet.record import flat
 from dfexp.layout import RunFolder
 from dfexp.preflight import Check
-from dfexp.records import Answer, ServerLimits
+from dfexp.records import SIMULATED, Answer, ServerLimits
 from dfexp.tables import Table, duration, labelled, text
 
 
@@ -84,9 +84,10 @@ def conclusion(status: Mapping[str, Any], fleet_name: str) -> str:
     """What a run that ended came to, and how to stop its fleet, as Markdown."""
     earlier = f", {status['done_before']:,} of them before the last start" if status["done_before"] else ""
     failed = f"**{status['failed']:,} failed** and 04_report says why" if status["failed"] else "none failed"
+    real = " of real time, not of the simulation's" if status.get("engine") == SIMULATED else ""
     return (
         f"**{status['done']:,} of {status['asked']:,} rows are done**{earlier}; {failed}. Since the last start it made"
-        f" {status['done'] - status['done_before']:,} rows in {duration(status['at'] - status['started_at'])}."
+        f" {status['done'] - status['done_before']:,} rows in {duration(status['at'] - status['started_at'])}{real}."
         f"\n\nThe servers go on running: `dfexp fleet down {fleet_name}` stops them (`dfexp run` does so by itself)."
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import textwrap
 from collections.abc import Mapping
 from math import nan
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
 
 from dfexp import report
 from dfexp.report import series
@@ -21,7 +24,9 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7
 
 _PARTS = {"client": "finished (client)", "in_flight": "growth in flight", "unexplained": "unexplained"}
 _POINTS, _BESIDE = 1500, 5  # of a cloud; series, above which their names do not fit into a line
+_SERVERS = 8  # more have more colours than eyes tell apart
 _REASONS = {"stop": ("#0072B2", "ended by itself (stop)"), "length": ("#D55E00", "cut (length)")}
+_HOVER = "%{y}, at %{x:.2f}<br>%{customdata[0]}<br>%{customdata[1]}<extra></extra>"
 _AXIS = {
     "gridcolor": "#E6E6E6", "zerolinecolor": "#BDBDBD", "linecolor": "#BDBDBD", "ticks": "outside",
     "tickcolor": "#BDBDBD", "separatethousands": True, "rangemode": "tozero", "automargin": True,
@@ -62,14 +67,23 @@ class PlotlyScript:
 
 
 def throughput(data: report.RunData) -> Chart:
-    """Completion tokens/s over time, stacked by server."""
-    rates = series.throughput(data)
+    """Completion tokens/s over time, stacked by server; of more than eight the median one and the extremes."""
+    rates, axis = series.throughput(data), "completion tokens/s"
     figure = go.Figure(layout={"barmode": "stack", "legend": {"traceorder": "normal"}})
-    for server, part in rates.groupby("server"):
-        x, width, _ = _bins(data, part)
-        figure.add_bar(x=x, y=part["completion_tok_per_s"], width=width, name=str(server))
     subtitle = f"Client rate: tokens of the answers that finished within each {_width(rates)}, over its seconds"
-    return finish(figure, _source(data), "Throughput over time", subtitle, _time_axis(data)[1], "completion tokens/s")
+    if (number := rates["server"].nunique()) > _SERVERS:
+        table = rates.pivot(index="start_s", columns="server", values="completion_tok_per_s").fillna(0.0)
+        least, *_, most = table.mean().sort_values().index
+        shown = {f"most: {most}": table[most], "median": table.median(axis=1), f"least: {least}": table[least]}
+        x = _bins(data, rates.drop_duplicates("start_s").sort_values("start_s"))[0]
+        for name, y in shown.items():
+            figure.add_scatter(x=x, y=y, name=name, line={"width": 2})
+        subtitle, axis = f"{subtitle}; {number} servers", "completion tokens/s, one server"
+    else:
+        for server, part in rates.groupby("server"):
+            x, width, _ = _bins(data, part)
+            figure.add_bar(x=x, y=part["completion_tok_per_s"], width=width, name=str(server))
+    return finish(figure, _source(data), "Throughput over time", subtitle, _time_axis(data)[1], axis)
 
 
 def gap(data: report.RunData) -> Chart:
@@ -103,6 +117,31 @@ def usages(data: report.RunData) -> Chart | None:
     subtitle = f"Share in use, mean of servers and of each {_width(said)}; at its cap the state pool may show 2/3 or 1"
     words = "Usage of both pools", subtitle, _time_axis(data)[1], "share in use"
     return finish(figure, _source(data), *words) if figure.data else None
+
+
+def gpus(data: report.RunData) -> Chart | None:
+    """What GPUs did over time, a panel for each number. None without samples of them."""
+    said, panels = series.gpus(data), [(name.replace("_bytes", "_gib"), *words) for name, words in series.GPUS.items()]
+    panels = [panel for panel in panels if said.get(f"{panel[0]} mean", pd.Series()).notna().any()]
+    if not panels:
+        return None
+    rows = len(panels) + 1
+    figure, (x, _, title) = make_subplots(rows, 1, shared_xaxes=True, vertical_spacing=0.035), _bins(data, said)
+    for row, (name, words, unit) in enumerate(panels, 1):
+        for how, style in (("min", {"width": 0}), ("max", {"width": 0}), ("mean", {"width": 2})):
+            fill = {"fill": "tonexty", "fillcolor": "rgba(0,114,178,.2)"} if how == "max" else {}
+            line = {**style, "color": PALETTE[0]}
+            figure.add_scatter(x=x, y=said[f"{name} {how}"], name=f"{words}, {how}", line=line, showlegend=False,
+                               row=row, col=1, mode="lines", **fill)  # fmt: skip
+        figure.update_yaxes(title_text=f"{words}<br>({unit})", row=row, col=1)
+    for (name, (words, _)), color in zip(series.LIMITED.items(), (PALETTE[5], PALETTE[1]), strict=True):
+        figure.add_scatter(x=x, y=said[f"{name} mean"], name=words, line={"width": 2, "color": color}, row=rows, col=1)
+    figure.update_yaxes(title_text="samples<br>(share)", range=[0, 1.05], row=rows, col=1)
+    figure.update_layout(height=150 + 130 * rows)
+    subtitle = f"Mean GPU, and from the lowest to the highest of {data.gpus['gpu'].nunique()}, of each {_width(said)}"
+    chart = finish(figure, _source(data), "What the GPUs did", subtitle, "", figure.layout.yaxis.title.text)
+    figure.update_xaxes(title_text=title, row=rows, col=1)
+    return chart
 
 
 def usages_by_running(data: report.RunData) -> Chart | None:
@@ -164,25 +203,31 @@ def events(data: report.RunData) -> Chart | None:
     found = [one for one in data.events if one["event"] != "shard_sealed"]
     marks, figure = pd.DataFrame(found, columns=["event", "kind", "server", "at"]), go.Figure()
     marks["event"] = marks["event"].str.cat(marks["kind"], sep=": ", na_rep="").str.removesuffix(": ")
+    marks["said"], marks["server"] = [*map(report.said, found)], marks["server"].fillna("the run")
     began, (unit_s, title) = marks["at"].min() if data.rows.empty else data.began, _time_axis(data)
-    for server, part in marks.fillna({"server": "the run"}).groupby("server"):
+    names, many = marks["server"], marks["server"].nunique() > _SERVERS
+    for kin, part in marks.groupby(names.where(names == "the run", "servers") if many else names):
         marker, x = {"size": 11, "symbol": "diamond", "opacity": 0.7}, (part["at"] - began) / unit_s
-        figure.add_scatter(x=x, y=part["event"], mode="markers", name=str(server), marker=marker)
-    span = None if data.rows.empty else [-0.02 * (data.ended - began) / unit_s, 1.02 * (data.ended - began) / unit_s]
+        figure.add_scatter(x=x, y=part["event"], mode="markers", name=str(kin), marker=marker,
+                           customdata=part[["server", "said"]].map(_wrapped), hovertemplate=_HOVER)  # fmt: skip
+    ends = [each for each in (0.0, data.ended - began, *(marks["at"] - began)) if each == each]  # NaN: no rows
+    room = 0.02 * max(1.0, max(ends) - min(ends))
+    span = [(min(ends) - room) / unit_s, (max(ends) + room) / unit_s]
     figure.update_layout(yaxis_type="category", xaxis_range=span, height=230 + 26 * marks["event"].nunique())
-    words = "What happened, and when", "Sealed shards are left out", title, "event"
+    words = "What happened, and when", "Sealed shards are left out; details where the pointer rests", title, "event"
     return finish(figure, _source(data), *words) if found else None
 
 
-def compared(data: report.RunData, others: Mapping[str, report.RunData | None]) -> Chart | None:
+def compared(data: report.RunData, others: Mapping[str, report.RunData | str]) -> Chart | None:
     """What servers decoded over time in this run and in others. None where there are none."""
     (unit_s, title), figure = _time_axis(data), go.Figure()
-    for run in (*filter(None, others.values()), data):
-        rates = series.rates(run)
-        y = rates["server"].fillna(rates["client"] + rates["in_flight"])
+    for run in (*(run for run in others.values() if isinstance(run, report.RunData)), data):
+        rates, source = series.rates(run), series.SERVERS
+        if rates["server"].isna().all():
+            rates, source = rates.assign(server=rates["client"] + rates["in_flight"]), series.CLIENT
         x, name = (rates["start_s"] + rates["width_s"] / 2) / unit_s, labelled(run.folder.name, run.engine)
-        figure.add_scatter(x=x, y=y, name=name, line={"width": 2})
-    subtitle = "Decoded by all servers of a run, by their counters, else by its rows; from its own first request on"
+        figure.add_scatter(x=x, y=rates["server"], name=f"{name}, by {source}", line={"width": 2})
+    subtitle = "Decoded by all servers of a run, from its own first request on; what differs in its source is not alike"
     words = "Runs beside each other", subtitle, title, "completion tokens/s"
     return finish(figure, _source(data), *words) if figure.data[1:] else None
 
@@ -190,8 +235,9 @@ def compared(data: report.RunData, others: Mapping[str, report.RunData | None]) 
 def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y: str) -> Chart:
     """Title, axes, legend and source line, in the one style of all figures."""
     words = {"title": {"text": title, "subtitle": {"text": subtitle}}, "xaxis_title_text": x, "yaxis_title_text": y}
-    legend = {"orientation": "v", "x": 1.02, "y": 1.0, "yanchor": "top"} if len(figure.data) > _BESIDE else {}
-    figure.update_layout(template={"layout": _LAYOUT}, showlegend=len(figure.data) > 1, legend=legend, **words)
+    named = sum(part.showlegend is not False for part in figure.data)
+    legend = {"orientation": "v", "x": 1.02, "y": 1.0, "yanchor": "top"} if named > _BESIDE else {}
+    figure.update_layout(template={"layout": _LAYOUT}, showlegend=named > 1, legend=legend, **words)
     figure.add_annotation(
         text=source, xref="paper", yref="paper", x=0, y=0, yshift=-62, xanchor="left", yanchor="top", showarrow=False,
         font={"size": 11, "color": "#777"},
@@ -211,14 +257,20 @@ def _time_axis(data: report.RunData) -> tuple[float, str]:
     return unit_s, f"{'simulated ' if data.is_virtual else ''}time since the first request ({unit})"
 
 
-def _bins(data: report.RunData, frame: pd.DataFrame) -> tuple[Any, float, str]:
-    """Middles and width of a series' bins in the unit of the axis, and its title."""
+def _bins(data: report.RunData, frame: pd.DataFrame) -> tuple[pd.Series, pd.Series, str]:
+    """Middles and widths of a series' bins in the unit of the axis, and its title."""
     unit_s, title = _time_axis(data)
-    return (frame["start_s"] + frame["width_s"] / 2) / unit_s, max(frame["width_s"], default=1.0) / unit_s, title
+    start_s, width_s = frame["start_s"].astype(float), frame["width_s"].astype(float)
+    return (start_s + width_s / 2) / unit_s, width_s / unit_s, title
 
 
 def _width(frame: pd.DataFrame) -> str:
-    return duration(max(frame["width_s"], default=nan))
+    return duration(frame["width_s"].median() if len(frame) else nan)
+
+
+def _wrapped(words: str) -> str:
+    """Words for a label of plotly's, which knows some HTML."""
+    return "<br>".join(textwrap.wrap(html.escape(words), 80))
 
 
 def _bin_size(top: float) -> float:

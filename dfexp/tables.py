@@ -43,8 +43,8 @@ def labelled(words: str, engine: str | None) -> str:
 
 def rows_html(rows: Sequence[Mapping[str, Any]]) -> str:
     """An HTML table of plain values, escaped; numbers are aligned to the right."""
-    words = {column for column in rows[0] if any(isinstance(row.get(column), str) for row in rows)}
-    align = {column: "left" if column in words else "right" for column in rows[0]}
+    words = {column: sum(isinstance(row.get(column), str) for row in rows) for column in rows[0]}
+    align = {column: "left" if words[column] > len(rows) / 4 else "right" for column in rows[0]}
     head = "".join(_cell("th", column, side, "font-weight:600") for column, side in align.items())
     lines = [head, *("".join(_cell("td", row.get(column), side) for column, side in align.items()) for row in rows)]
     body = "".join(f"<tr style='background:none'>{line}</tr>" for line in lines)

@@ -169,3 +169,5 @@ def test_a_conclusion_tells_starts_apart_and_how_to_stop_the_fleet() -> None:
     assert "10 of them before the last start" in told
     assert "made 88 rows in 30 s" in told
     assert "dfexp fleet down demo" in told
+    assert "real time" not in told
+    assert "30 s of real time, not" in display.conclusion(status("ended", engine="simulated"), "demo")

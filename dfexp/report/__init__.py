@@ -15,20 +15,20 @@ from dfexp import jsonl
 from dfexp.params import ReportGroup
 from dfexp.report import details, overview, series
 from dfexp.report.data import RunData, load
-from dfexp.report.details import examples, split_thought
+from dfexp.report.details import examples, said, split_thought
 from dfexp.report.overview import summary
 from dfexp.tables import Table, duration, labelled, text
 
-__all__ = ["RunData", "compared", "conclusion", "examples", "load", "split_thought", "summary", "write"]
+__all__ = ["RunData", "compared", "conclusion", "examples", "load", "said", "split_thought", "summary", "write"]
 
 
-def compared(data: RunData, names: str | Sequence[str], root: Path) -> dict[str, RunData | None]:
-    """Other runs, by their names beside this one or by their folders; None for one that is not there."""
+def compared(data: RunData, names: str | Sequence[str], root: Path) -> dict[str, RunData | str]:
+    """Other runs, by their names beside this one or by their folders; for one that cannot be had, why."""
     return {name: overview.other(data, name, root) for name in ([names] if isinstance(names, str) else names)}
 
 
 def write(
-    data: RunData, group: ReportGroup, root: Path, others: Mapping[str, RunData | None] | None = None
+    data: RunData, group: ReportGroup, root: Path, others: Mapping[str, RunData | str] | None = None
 ) -> dict[str, Table]:
     """All tables by name; each, and the series behind the figures over time, is left as CSV and JSON in report/.
 
@@ -36,13 +36,13 @@ def write(
     """
     model = overview.planned(data, root)
     made = (
-        summary(data, group.title), overview.baselines(data, group.baselines, root), overview.plan(data, model),
+        summary(data, group.title), overview.baselines(data, group.baselines, root, others), overview.plan(data, model),
         overview.comparison(data, others or {}), details.findings(data, model), details.per_server(data),
         details.slots(data), details.finish_reasons(data), details.failures(data), details.flags(data),
         details.dropped(data), details.events(data), details.configurations(data),
     )  # fmt: skip
     frames = {table.name: pd.DataFrame(list(table.rows), dtype=object) for table in made}
-    for make in (series.throughput, series.rates, series.in_flight, series.gauges):
+    for make in (series.throughput, series.rates, series.in_flight, series.gauges, series.gpus):
         frames[make.__name__] = make(data)
     data.folder.report.mkdir(parents=True, exist_ok=True)
     for name, frame in frames.items():
@@ -58,12 +58,13 @@ def conclusion(data: RunData, made: Mapping[str, Table]) -> str:
     counts = f"{len(data.rows):,} of {data.asked:,} rows are done, {len(data.failures):,} failed, {data.missing:,} are"
     parts = [f"**{labelled(f'{counts} missing', data.engine)}.**{again}"]
     rate, how = text(values["decoded, fleet"]["value"]), values["decoded, fleet"]["how it is measured"]
-    got, busy = text(values["client rate"]["value"]), duration(data.busy_s)
+    got, busy = text(values["client rate"]["value"]), duration(data.busy_s) + " of simulated time" * data.is_virtual
     parts.append(f"The servers made **{rate} completion tokens/s** ({how.partition('; the sum')[0]}).")
     parts.append(f"In the {busy} with requests in flight the client got **{got}** of them a second.")
     for line in made["baselines"].rows:
-        share = "not known" if line["share"] is None else f"{line['share']:.1%}"
+        share = "not known" if line["share"] is None else labelled(f"{line['share']:.1%}", data.engine)
         parts.append(f"Share of the rate of {line['baseline']}: {share}; what was expected: {line['verdict']}.")
     for line in made["findings"].rows[:3]:
-        parts.append(f"**{line['finding'].capitalize()}**: {line['evidence']} {line['change'].strip('-')}")
+        name = f"{line['finding'][0].upper()}{line['finding'][1:]}"
+        parts.append(f"**{name}**: {line['evidence']} {line['change'].strip('-')}")
     return "\n\n".join([*parts, f"The tables and the series behind the figures are in `{data.folder.report}`."])

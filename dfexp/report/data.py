@@ -6,15 +6,17 @@ are seconds since the Unix epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from hashlib import blake2b
-from heapq import nsmallest
+from heapq import heappush, heapreplace
 from itertools import islice
 from math import nan
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -22,10 +24,12 @@ import pandas as pd
 from dfexp import control, jsonl, shards
 from dfexp.capacity.flags import own_name
 from dfexp.diagnose import Watched
+from dfexp.engines.sglang_flags import gpus_per_server
 from dfexp.errors import RunError
 from dfexp.estimate import Array
 from dfexp.jsonl import parse_line
 from dfexp.layout import FleetFolder, RunFolder
+from dfexp.quality import garbage
 from dfexp.records import SIMULATED, EngineSample, ServerLimits
 from dfexp.virtual_time import CLOCK, VirtualTime
 
@@ -35,11 +39,13 @@ ROW = {
     "latency_s": "float64", "flags": "object",
 }  # fmt: skip
 SAMPLE = {"server": "object"} | {each.name: "float64" for each in fields(EngineSample) if each.name != "server"}
-GPU = dict.fromkeys(("utilization", "memory_used_bytes", "power_w", "sm_clock_mhz"), "float64")
-GPU |= {"gpu": "object", "at": "float64", "throttle_reasons": "object"}
-_PICK = itemgetter(*list(ROW)[:-1])
-_CHUNK = 100  # rows that are in memory together with their texts: more fit into no cache
+GPU = dict.fromkeys(("utilization", "memory_used_bytes", "memory_total_bytes", "power_w", "sm_clock_mhz"), "float64")
+GPU |= {"gpu": "object", "at": "float64", "throttle_reasons": "object", "clock_limits": "object"}
+_PICK, _PICK_LOOK = itemgetter(*list(ROW)[:-1]), itemgetter(*(SAMPLE | GPU))
+_NO_LOOK = dict.fromkeys(SAMPLE | GPU)
+_CHUNK = 100  # lines that are parsed together: of more their texts fit into no cache
 _PIECE = 20_000  # lines that become a piece of a frame
+_JUDGED, _JUDGED_CHARACTERS = 500, 2000  # rows that are looked at for garbage, and how much of each
 _WATCHED = 2_000  # samples of a server that are judged: of 62 h one every two minutes
 
 
@@ -59,6 +65,8 @@ class RunData:
         watched: for each server its samples, evenly thinned to `_WATCHED`, and what is known of it.
         gpus: one line per look at a GPU, as metrics.jsonl has it.
         examples: whole rows, drawn at random, by index.
+        judged: of rows drawn at random, whether they looked like garbage when this was read: server, and why or None.
+        memo: what `once` keeps.
     """
 
     folder: RunFolder
@@ -76,6 +84,8 @@ class RunData:
     failures: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     examples: Sequence[Mapping[str, Any]]
+    judged: Sequence[tuple[str, str | None]]
+    memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
     def fleet(self) -> Mapping[str, Any]:
@@ -90,10 +100,10 @@ class RunData:
     @property
     def units(self) -> tuple[int, str]:
         """What the run costs time of, and its name: GPUs where the engine is SGLang's, else servers."""
-        flags, servers = flags_of(self.fleet), int(self.fleet.get("servers") or len(self.watched) or 1)
-        if self.engine not in ("sglang", "simulated") or self.fleet.get("device") == "cpu":
+        servers = int(self.fleet.get("servers") or len(self.watched) or 1)
+        if self.engine not in ("sglang", SIMULATED) or self.fleet.get("device") == "cpu":
             return servers, "server"
-        return servers * int(flags.get("tp_size", 1)) * int(flags.get("pp_size", 1)), "GPU"
+        return servers * gpus_per_server(flags_of(self.fleet)), "GPU"
 
     @property
     def slots(self) -> int | None:
@@ -121,6 +131,22 @@ class RunData:
         return float(self.rows["finished_at"].max())
 
 
+_Made = TypeVar("_Made")
+
+
+def once(make: Callable[[RunData], _Made]) -> Callable[[RunData], _Made]:
+    """Have what is made of a run made once: tables and figures share it, and none changes it."""
+
+    @wraps(make)
+    def made(data: RunData) -> _Made:
+        if make.__name__ not in data.memo:
+            data.memo[make.__name__] = make(data)
+        found: _Made = data.memo[make.__name__]
+        return found
+
+    return made
+
+
 def flags_of(fleet: Mapping[str, Any]) -> dict[str, Any]:
     """Flags of a fleet's parameters under dfexp's names."""
     return {own_name(name): value for name, value in (fleet.get("flags") or {}).items()}
@@ -135,9 +161,10 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
         run = jsonl.read_json(folder.run_json)
     except FileNotFoundError:
         raise RunError(f"{folder.path} holds no run yet: run 03_generate first, or correct `run`.") from None
-    clock, draw, events = _clock(folder, run), _Draw(examples, seed), list(jsonl.read_log(folder.events))
+    clock, draw, events = _clock(folder, run), _Draw(max(examples, _JUDGED), seed), list(jsonl.read_log(folder.events))
     failed, asked = list(shards.read_failures(folder.completions)), int(run["prompts"]["asked"])
-    rows, (samples, gpus) = _framed(draw.passed(shards.read_rows(folder.completions, _facts)), ROW), _samples(folder)
+    rows = _framed(draw.passed(shards.read_rows(folder.completions, _facts)), ROW)
+    (samples, gpus), drawn = _samples(folder), draw.rows()
     rows = rows.astype(dict.fromkeys(("server", "config_id", "flags"), "category"))
     rows["finished_at"] = rows["submitted_at"] + rows["latency_s"]
     if clock:
@@ -152,7 +179,8 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
 
         status=control.read_status(folder), is_going=control.living_process(folder) is not None, samples=samples,
         gpus=gpus, is_virtual=clock is not None, failures=failed, watched=(),
-        events=events, examples=sorted((jsonl.decode_line(row["line"]) for row in draw.kept), key=itemgetter("index")),
+        events=events, examples=sorted(drawn[:examples], key=itemgetter("index")),
+        judged=[(row["server"], garbage(row["text"][:_JUDGED_CHARACTERS], row["completion_tokens"])) for row in drawn],
     )  # fmt: skip
     return replace(data, watched=_watched(data))
 
@@ -175,31 +203,51 @@ def _framed(lines: Iterator[Sequence[Any]], types: Mapping[str, str]) -> pd.Data
 
 
 def _facts(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """A row without messages and text, which are most of it, and the line itself.
+    """A line of a shard, and what to parse of it: all but messages and text, which are most of it.
 
     What is sought can stand in no text: there every quotation mark comes after a backslash.
     """
     start, is_ours = line.rfind(b',"finish_reason":') + 1, line.startswith(b'{"index":')
-    if not (start and is_ours):
-        return {**parse_line(path, number, line), "line": line}
-    index = int(line[9 : line.index(b",")])
-    return {**parse_line(path, number, b"{" + line[start:]), "index": index, "line": line}
+    part = line[: line.index(b",") + 1] + line[start:] if start and is_ours else line
+    return {"part": (path, number, part), "line": line}
+
+
+def _parsed(lines: Sequence[tuple[Path, int, bytes]]) -> list[dict[str, Any]]:
+    """The records of lines, with their files and numbers, parsed together: by themselves they take twice the time.
+
+    Raises CorruptShardError for the first that is no record.
+    """
+    try:
+        found: list[Any] = jsonl.decode_line(b'{"all":[%b]}' % b",".join(line for _, _, line in lines))["all"]
+    except ValueError:
+        found = []
+    is_right = len(found) == len(lines) and all(type(each) is dict for each in found)
+    return found if is_right else [parse_line(*line) for line in lines]
 
 
 class _Draw:
-    """Passes rows on without their texts, and keeps some whole ones."""
+    """Passes rows on without their texts, and keeps some whole lines, drawn at random."""
 
     def __init__(self, number: int, seed: int) -> None:
-        self._number, self._seed, self.kept = number, seed, list[dict[str, Any]]()
+        self._number, self._seed, self._kept = number, seed, list[tuple[int, bytes]]()
 
     def passed(self, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
         """The values of `ROW` for each row."""
         while chunk := list(islice(rows, _CHUNK)):
-            self.kept = nsmallest(self._number, [*self.kept, *chunk], key=self._place)
-            yield from ((*_PICK(row), ",".join(row["flags"])) for row in chunk)
+            for facts, row in zip(_parsed([row["part"] for row in chunk]), chunk, strict=True):
+                self._see(facts["index"], row["line"])
+                yield (*_PICK(facts), ",".join(facts["flags"]))
 
-    def _place(self, row: Mapping[str, Any]) -> bytes:
-        return blake2b(f"{self._seed}:{row['index']}".encode()).digest()
+    def _see(self, index: int, line: bytes) -> None:
+        place = -int.from_bytes(blake2b(f"{self._seed}:{index}".encode(), digest_size=8).digest(), "big")
+        if len(self._kept) < self._number:
+            heappush(self._kept, (place, line))
+        elif place > self._kept[0][0]:
+            heapreplace(self._kept, (place, line))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows that were kept, in random order: the first few are a draw too."""
+        return [jsonl.decode_line(line) for _, line in sorted(self._kept, reverse=True)]
 
 
 def levels(rows: pd.DataFrame, most: float = np.inf) -> tuple[Array, Array, Array]:
@@ -215,11 +263,19 @@ def levels(rows: pd.DataFrame, most: float = np.inf) -> tuple[Array, Array, Arra
 
 def _samples(folder: RunFolder) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Looks at servers, in order, and looks at GPUs."""
-    types = SAMPLE | GPU
-    looks = _framed(([line.get(name) for name in types] for line in jsonl.read_log(folder.metrics)), types)
+    looks = _framed(_looks(folder.metrics), SAMPLE | GPU)
     of_gpus, servers = looks["gpu"].notna(), list(SAMPLE)
     samples = looks.loc[~of_gpus, servers].astype({"server": "category"}).sort_values(["server", "at"], kind="stable")
     return samples, looks.loc[of_gpus, list(GPU)]
+
+
+def _looks(path: Path) -> Iterator[tuple[Any, ...]]:
+    """The values of `SAMPLE` and `GPU` for each whole line of a file that may be missing."""
+    if path.exists():
+        with path.open("rb") as file:
+            lines = ((path, number, line) for number, line in enumerate(jsonl.whole_lines(file), 1))
+            while chunk := list(islice(lines, _CHUNK)):
+                yield from (_PICK_LOOK(_NO_LOOK | look) for look in _parsed(chunk))
 
 
 def _watched(data: RunData) -> list[Watched]:
@@ -228,14 +284,17 @@ def _watched(data: RunData) -> list[Watched]:
                      for frame in (data.rows, data.samples))  # fmt: skip
     told: dict[str, dict[str, Any]] = {each["name"]: each for each in (data.status or {}).get("servers", ())}
     kept, watched = data.run["spec"]["generation"].get("concurrency"), list[Watched]()
+    bad = [each for each in data.rows["flags"].cat.categories if "garbage" in each.split(",")]  # else those judged here
+    judged = Counter(server for server, _ in data.judged), Counter(server for server, why in data.judged if why)
     for name in sorted(rows.keys() | samples.keys() | told.keys()):
         part, looks, server = rows.get(name, data.rows[:0]), samples.get(name, data.samples[:0]), told.get(name, {})
         watched.append(Watched(
             name=name, samples=_thinned(looks), flags=flags_of(data.fleet), limits=_limits(looks, server),
-            limit=server.get("limit") or (None if kept == "auto" else kept), answers=len(part),
+            limit=server.get("limit") or (None if kept == "auto" else kept),
             state=server.get("state", "ready") if data.is_going else "ready",
             request_s=float(part["latency_s"].mean()) if len(part) else None,
-            garbage=int(part["flags"].astype(str).str.contains("garbage").sum()),
+            answers=len(part) if bad else judged[0][name],
+            garbage=int(part["flags"].isin(bad).sum()) if bad else judged[1][name],
         ))  # fmt: skip
     return watched
 

@@ -92,11 +92,16 @@ def _first_ten(numbers: pd.Series) -> str:
 
 
 def flags(data: RunData) -> Table:
-    """Rows with something a reader of the data should know."""
+    """Rows with something a reader of the data should know, and what a look at some of them for garbage found."""
     counts = data.rows["flags"].value_counts()
     each = pd.DataFrame({"flag": counts.index.astype(str).str.split(","), "rows": counts.to_numpy()}).explode("flag")
     sums = pd.DataFrame({"rows": each[each["flag"] != ""].groupby("flag")["rows"].sum()})
-    return of_frame("flags", "Flags on rows", sums.sort_values("rows", ascending=False))
+    sums = sums.sort_values("rows", ascending=False).assign(of=len(data.rows))
+    found, drawn = [why for _, why in data.judged if why], len(data.judged)
+    sums.loc["garbage, in a random sample"] = len(found), drawn
+    note = "Flags are of all rows, as the run gave them. Garbage is judged anew here, in a sample of"
+    note += f" {drawn:,} rows: {found[0] if found else 'none found'}."
+    return of_frame("flags", "Flags on rows", sums, note)
 
 
 def dropped(data: RunData) -> Table:
@@ -107,13 +112,21 @@ def dropped(data: RunData) -> Table:
 def events(data: RunData) -> Table:
     """What happened, counted."""
     found = pd.DataFrame(list(data.events), columns=["event", "server", "at"]).fillna({"server": "-"})
-    at = found.groupby(["event", "server"], sort=False)["at"]
-    frame = pd.DataFrame({"times": at.size(), "first": at.min(), "last": at.max()})
+    found["said, the last time"] = [*map(said, data.events)]
+    kin = found.groupby(["event", "server"], sort=False)
+    frame = pd.DataFrame({"times": kin.size(), "first": kin["at"].min(), "last": kin["at"].max()})
     for column in ("first", "last"):
         stamps = pd.to_datetime(frame[column], unit="s").dt.strftime("%Y-%m-%d %H:%M:%S")
         frame[column] = (frame[column] - data.began).map(duration) if data.is_virtual else stamps
+    frame["said, the last time"] = kin["said, the last time"].last()
     note = "From events.jsonl; times are " + ("simulated, since the first request." if data.is_virtual else "UTC.")
     return of_frame("events", "What happened", frame, note)
+
+
+def said(event: Mapping[str, Any]) -> str:
+    """The details of an event."""
+    words = _pairs({key: value for key, value in event.items() if key not in ("at", "event", "server")})
+    return f"{words[:300]}{'...' * (len(words) > 300)}" or "-"
 
 
 def configurations(data: RunData) -> Table:

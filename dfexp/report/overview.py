@@ -18,14 +18,14 @@ from dfexp.errors import DfexpError
 from dfexp.layout import RunFolder
 from dfexp.params import BaselinePart
 from dfexp.records import SIMULATED
-from dfexp.report.data import RunData, flags_of, levels, load
-from dfexp.report.series import POOLS, REQUESTS, medians, occupied, steady
+from dfexp.report.data import RunData, flags_of, load
+from dfexp.report.series import GPUS, LIMITED, POOLS, REQUESTS, flight, limited, medians, occupied, steady
 from dfexp.tables import Table, duration, labelled
 
 _OFF = 0.15
 """A mean length or a token budget so far from the plan's is a finding."""
 _COUNTED = "as the servers count them, over rows done"
-_RATE = "completion tokens/s"
+_RATE, _NO_BASELINES = "completion tokens/s", "None in report.baselines."
 Line = tuple[str, Any, str, str]
 
 
@@ -91,9 +91,11 @@ def _time(data: RunData) -> Iterator[Line]:
     yield f"{unit}-hours", hours, "h", f"{units:,} {unit}(s) times the wall time; loading models is not in it"
     yield f"{unit}-hours per million tokens", hours / tokens * 1e6 if tokens else nan, "h", "completion tokens done"
     if len(data.gpus):
-        yield "GPU utilisation, mean", float(data.gpus["utilization"].mean()), "", "all samples of all GPUs"
-        yield "GPU power, mean", float(data.gpus["power_w"].mean()), "W a GPU", "all samples of all GPUs"
-        yield "GPU throttled", float(data.gpus["throttle_reasons"].map(bool).mean()), "share", "samples with a reason"
+        for name, (words, unit) in GPUS.items():
+            value = float(data.gpus[name].mean()) / (2**30 if unit == "GiB" else 1)
+            yield f"GPU {words}, mean", value, f"{unit} a GPU", "all samples of all GPUs"
+        for name, share in limited(data).items():
+            yield f"GPU {LIMITED[name][0]}", float(share.mean()), "share", "of all samples that say what limits clocks"
 
 
 def mean_tokens(data: RunData) -> tuple[float, str]:
@@ -107,12 +109,17 @@ def mean_tokens(data: RunData) -> tuple[float, str]:
 
 def time_left(data: RunData) -> tuple[float, str, str]:
     """Seconds until all rows are done, their unit, and who says so."""
-    status, rate = data.status or {}, steady(data).decoded
+    status, rate, said = data.status or {}, steady(data).decoded, ""
     if data.is_going and status.get("eta_s") is not None:
         ends = " to ".join(duration(status.get(f"eta_{end}_s")) for end in ("low", "high"))
-        return float(status["eta_s"]), "s", f"{duration(status['eta_s'])}: as its process says; at 95 % {ends}"
+        said = f"{duration(status['eta_s'])}: as its process says; at 95 % {ends}"
+        here = status["pending"] + status["in_flight"]
+        if here >= status["asked"] - status["done"] - status["failed"]:
+            return float(status["eta_s"]), "s", said
+        said = f". This start ends before: it has {here:,} of them, {said}"
     left_s = data.missing * mean_tokens(data)[0] / rate if data.missing and rate > 0 else nan if data.missing else 0.0
-    return left_s, "s", f"{duration(left_s)}: missing rows of the mean length, decoded as fast as above"
+    how = f"{duration(left_s)}: all {data.missing:,} missing rows, of the mean length, decoded as fast as above"
+    return left_s, "s", how + said
 
 
 def planned(data: RunData, root: Path) -> Planned | None:
@@ -160,7 +167,7 @@ def off_plan(data: RunData, model: Planned | None) -> Iterator[Finding]:
     if data.is_going and isinstance(told, Mapping):
         chance = (told["high"] - told["low"]) / 2 / told["value"]
     elif not data.is_settled:
-        chance += float(levels(data.rows)[1].max(initial=0.0)) / max(1, len(tokens))
+        chance += float(flight(data)[1].max(initial=0.0)) / max(1, len(tokens))
     change = "correct `plan`, or stop before the budget is spent"
     for line in plan(data, model).rows:
         ratio, kind = line["ratio"], line["what"]
@@ -169,45 +176,75 @@ def off_plan(data: RunData, model: Planned | None) -> Iterator[Finding]:
             yield Finding(kind=f"{kind} off plan", server=None, severity="fault", evidence=words, change=change)
 
 
-def other(data: RunData, name: str, root: Path) -> RunData | None:
-    """Another run, by its name beside this one or by its folder; None if there is none."""
+def other(data: RunData, name: str, root: Path) -> RunData | str:
+    """Another run, by its name beside this one or by its folder; or why there is none."""
     for path in (data.folder.path.parent / name, root / name):
-        with suppress(DfexpError):
-            return load(RunFolder(path), examples=0)
-    return None
+        if path.exists():
+            try:
+                return load(RunFolder(path), examples=0)
+            except DfexpError as error:
+                return f"run {name!r} cannot be read: {error}"
+    return f"there is no run {name!r}"
 
 
-def baselines(data: RunData, parts: Sequence[BaselinePart], root: Path) -> Table:
-    """The rate at which this run decoded, beside that of other machines or runs, and what was expected of it."""
-    lines, found = [], steady(data)
+def measured_by(data: RunData) -> str:
+    """What its rate of decoding was measured by: rates are compared where this is the same."""
+    is_real = data.engine == SIMULATED and not data.is_virtual
+    return steady(data).source + (", in seconds that are not those of the simulation" if is_real else "")
+
+
+def baselines(
+    data: RunData, parts: Sequence[BaselinePart], root: Path, others: Mapping[str, RunData | str] | None = None
+) -> Table:
+    """The rate at which this run decoded, beside that of other machines or runs, and what was expected of it.
+
+    Args: others, runs that were read already.
+    """
+    lines, found, by = list[dict[str, Any]](), steady(data), measured_by(data)
     for part in parts:
-        run = other(data, part.run, root) if part.run else None
-        rate = steady(run).decoded if run else part.tok_per_s
+        run = ((others or {}).get(part.run) or other(data, part.run, root)) if part.run else None
+        rate, source, alike, engine = part.tok_per_s, "as given", found.source, ""
+        if isinstance(run, RunData):
+            rate, source, alike, engine = steady(run).decoded, measured_by(run), measured_by(run), run.engine
         share, least = found.decoded / rate if rate and found.decoded > 0 else None, part.expected_fraction
-        verdict = "-" if share is None or least is None else "met" if share >= least else "not met"
-        verdict = verdict if rate else f"there is no run {part.run!r}: correct report.baselines"
-        told = {"baseline": part.name or part.run, "hardware": part.hardware or "-", "its tokens/s": rate}
-        lines.append({**told, "this run's": found.decoded, "share": share, "expected": least, "verdict": verdict})
-    note = f"{_RATE} decoded by all servers together; this run's by {found.source}, {found.words}."
-    note = note if lines else "None in report.baselines."
-    return Table(name="baselines", title="Against baselines", rows=lines, note=note)
+        if isinstance(run, str):
+            verdict = f"{run}: correct report.baselines"
+        elif by != alike:
+            share, verdict = None, "none: the two rates are measured by different things"
+        else:
+            verdict = labelled("met" if share and least and share >= least else "not met", data.engine)
+            verdict = "-" if share is None or least is None else verdict
+        lines.append({
+            "baseline": labelled(part.name or str(part.run), engine), "hardware": part.hardware or "-",
+            "its tokens/s": rate, "its rate is by": source, "this run's": found.decoded,
+            "this run's is by": labelled(by, data.engine), "share": share, "expected": least, "verdict": verdict,
+        })  # fmt: skip
+    note = f"{_RATE} decoded by all servers together; this run's: {found.words}."
+    return Table(name="baselines", title="Against baselines", rows=lines, note=note if lines else _NO_BASELINES)
 
 
-def comparison(data: RunData, others: Mapping[str, RunData | None]) -> Table:
+def comparison(data: RunData, others: Mapping[str, RunData | str]) -> Table:
     """The summary of this run beside those of others, before it; and how their settings differ."""
-    runs, lines = [*filter(None, others.values()), data], list[dict[str, Any]]()
-    values = {labelled(run.folder.name, run.engine): {line["what"]: line["value"] for line in summary(run).rows}
-              for run in runs}  # fmt: skip
+    runs, lines = [*(run for run in others.values() if isinstance(run, RunData)), data], list[dict[str, Any]]()
+    names = [labelled(run.folder.name, run.engine) for run in runs]
+    values = [{line["what"]: line["value"] for line in summary(run).rows} for run in runs] if runs[1:] else []
+    sources, windows = [measured_by(run) for run in runs], [steady(run).words for run in runs]
     for line in summary(data).rows if runs[1:] else ():
-        cells = {name: value.get(line["what"]) for name, value in values.items()}
-        first, *_, last = cells.values()
-        ratio = last / first if first and last else None
-        lines.append({"what": line["what"], "unit": line["unit"], **cells, "last / first": ratio})
+        what, is_decoded = line["what"], str(line["what"]).startswith("decoded")
+        cells = [value.get(what) for value in values]
+        is_alike = not is_decoded or sources[0] == sources[-1]
+        ratio = cells[-1] / cells[0] if cells[0] and cells[-1] and is_alike else None
+        rows: list[tuple[Any, Any, Sequence[Any], float | None]] = [(what, line["unit"], cells, ratio)]
+        if what == "decoded, fleet":
+            rows += [("decoded is by", "", sources, None), ("decoded is of", "", windows, None)]
+        lines += [{"what": words, "unit": unit, **dict(zip(names, told, strict=True)), "last / first": over}
+                  for words, unit, told, over in rows]  # fmt: skip
     settings = [{**run.run["spec"].get("generation", {}), **run.fleet, **flags_of(run.fleet)} for run in runs]
     keys = sorted({key for each in settings for key in each} - {"name", "plan", "flags"})
-    told = {key: [str(each.get(key, "-")) for each in settings] for key in keys}
-    note = "; ".join(f"{key}: {', '.join(each)}" for key, each in told.items() if len(set(each)) > 1)
-    note = f"Settings that differ: {note or 'none'}." if others else "None in report.compare."
-    if lost := [name for name, run in others.items() if run is None]:
-        note += f" There is no run {', '.join(lost)}: correct report.compare."
-    return Table(name="comparison", title="Beside other runs", rows=lines, note=note)
+    told_of = {key: [str(each.get(key, "-")) for each in settings] for key in keys}
+    differs = "; ".join(f"{key}: {', '.join(each)}" for key, each in told_of.items() if len(set(each)) > 1)
+    notes = [f"Settings that differ: {differs or 'none'}." if others else "None in report.compare."]
+    if sources[0] != sources[-1]:
+        notes.append("What was decoded is measured by different things, so there is no ratio of it.")
+    notes += [f"{run[0].upper()}{run[1:]}: correct report.compare." for run in others.values() if isinstance(run, str)]
+    return Table(name="comparison", title="Beside other runs", rows=lines, note=" ".join(notes))

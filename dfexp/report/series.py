@@ -10,11 +10,22 @@ import pandas as pd
 
 from dfexp.diagnose import phase
 from dfexp.estimate import Array, Samples, client_rate, reconcile, server_rate, tokens_in_flight
-from dfexp.report.data import RunData, levels
+from dfexp.report.data import RunData, levels, once
 
 REQUESTS = {"num_running_reqs": "running", "num_queue_reqs": "queued"}
 POOLS = {"full_token_usage": "KV usage", "mamba_usage": "state usage"}
 """What tables and figures say for the gauges of servers that they show."""
+GPUS = {
+    "utilization": ("utilisation", "share"), "memory_used_bytes": ("memory in use", "GiB"), "power_w": ("power", "W"),
+    "sm_clock_mhz": ("SM clock", "MHz"),
+}  # fmt: skip
+"""What is shown of a GPU's samples: words, and the unit."""
+LIMITED = {
+    "slowed": ("slowed by heat or hardware", {"hardware slowdown", "thermal", "hardware thermal", "power brake"}),
+    "power_capped": ("at its power cap", {"power cap"}),
+}  # fmt: skip
+"""Why clocks are low: words, and reasons as samples have them. Of these the first is a fault; being idle is none."""
+SERVERS, CLIENT = "the servers' counters", "finished rows and what was in flight"
 _NICE_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _BINS = 40
 _FULL = 0.9  # of the most requests that were ever in flight: neither a ramp nor a tail
@@ -46,15 +57,22 @@ class Measured:
 
     @property
     def source(self) -> str:
-        """Where `decoded` is from."""
-        return "finished rows and what was in flight" if np.isnan(self.server) else "the servers' counters"
+        """Where `decoded` is from: rates from different sources are not compared."""
+        return CLIENT if np.isnan(self.server) else SERVERS
 
 
+@once
+def flight(data: RunData) -> tuple[Array, Array, Array]:
+    """`levels` of all rows."""
+    return levels(data.rows)
+
+
+@once
 def steady(data: RunData) -> Measured:
     """The time in which most servers were in a steady state; without samples, or without one, the client's or all."""
     phases = [phase(each, may_drain=not data.is_going) for each in data.watched]
     found, window = [samples for kind, samples in phases if kind == "steady"], None
-    times, level, _ = levels(data.rows)
+    times, level, _ = flight(data)
     if found and 2 * len(found) >= len(phases):
         window = max(part[0].at for part in found), min(part[-1].at for part in found)
         words = "steady state, found in the servers' samples"
@@ -105,38 +123,51 @@ def _counters(data: RunData) -> list[Samples]:
             for each in data.watched]  # fmt: skip
 
 
+@once
 def edges(data: RunData) -> Array:
-    """Edges of some 40 bins of a round width, from the first request on, each with two looks at every server."""
+    """Edges of some 40 bins of a round width, from the first request to the last answer, each with two looks at every
+    server. The last bin takes in what is left over, so that it is half to one and a half times as wide.
+    """
     span_s = max(1.0, data.ended - data.began)  # NaN is no more than 1
     apart_s = data.samples.groupby("server", observed=True)["at"].diff().median() if len(data.samples) else 0.0
-    width_s = next((width for width in _NICE_S if span_s / width <= _BINS and width >= 2 * apart_s), _NICE_S[-1])
-    return data.began + width_s * np.arange(int(span_s / width_s) + 2.0)
+    least_s = 0.0 if np.isnan(apart_s) else 2 * apart_s
+    width_s = next((width for width in _NICE_S if span_s / width <= _BINS and width >= least_s), _NICE_S[-1])
+    return data.began + np.append(width_s * np.arange(max(1.0, np.round(span_s / width_s))), span_s)
 
 
-def _binned(data: RunData, at: pd.Series) -> tuple[pd.Series, float]:
-    """The start of each moment's bin, in seconds since the first request, and the bins' width."""
-    began, second, *_ = edges(data)
-    return ((at - began) // (second - began) * (second - began)).rename("start_s"), second - began
+def _binned(data: RunData, at: pd.Series) -> pd.Series:
+    """The start of each moment's bin, to which its end belongs, in seconds since the first request."""
+    places = edges(data)
+    return pd.Series(places[np.searchsorted(places[1:-1], at)] - data.began, at.index, name="start_s")
 
 
+def _widths(data: RunData, frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with `width_s` of the bin of each line's `start_s`."""
+    starts_s, widths_s = edges(data) - data.began, np.diff(edges(data))
+    return frame.assign(width_s=widths_s[np.searchsorted(starts_s[1:-1], frame["start_s"] + 1e-6, "right")])
+
+
+@once
 def throughput(data: RunData) -> pd.DataFrame:
     """Client rates per server and bin, by when answers finished; `start_s` and `width_s` since the first request."""
-    start_s, width_s = _binned(data, data.rows["finished_at"])
-    by = data.rows.groupby([data.rows["server"].astype(str), start_s])["completion_tokens"]
-    sums = by.agg(completion_tok_per_s="sum", rows_per_s="size") / width_s
-    return sums.reset_index().assign(width_s=width_s)
+    by = data.rows.groupby(["server", _binned(data, data.rows["finished_at"])], observed=True)["completion_tokens"]
+    sums = _widths(data, by.agg(completion_tok_per_s="sum", rows_per_s="size").reset_index())
+    sums[["completion_tok_per_s", "rows_per_s"]] = sums[["completion_tok_per_s", "rows_per_s"]].div(sums["width_s"], 0)
+    return sums.astype({"server": str})
 
 
+@once
 def rates(data: RunData) -> pd.DataFrame:
     """The rates of each bin, all servers together, in completion tokens/s, under the names of `estimate.Reconciled`."""
-    bins = [] if data.rows.empty else list(pairwise([*edges(data)[:-1], data.ended]))
+    bins = [] if data.rows.empty else list(pairwise(edges(data)))
     lines = [(start - data.began, end - start, *_rates(data, start, end).values()) for start, end in bins]
     return pd.DataFrame(lines, columns=["start_s", "width_s", *_RATES])
 
 
+@once
 def in_flight(data: RunData) -> pd.DataFrame:
     """Requests in flight, as far as all are known: the mean of each bin."""
-    (times, _, spent), places = levels(data.rows), edges(data)
+    (times, _, spent), places = flight(data), edges(data)
     if not len(times):
         return pd.DataFrame(columns=["start_s", "width_s", "requests"], dtype=float)
     places = np.append(places[places < known_until(data)], known_until(data))
@@ -144,12 +175,35 @@ def in_flight(data: RunData) -> pd.DataFrame:
     return pd.DataFrame({"start_s": places[:-1] - data.began, "width_s": np.diff(places), "requests": means})
 
 
+@once
 def gauges(data: RunData) -> pd.DataFrame:
     """What servers said, means by bin: requests of all of them together, usages of the mean server."""
-    looks = data.samples[data.samples["at"] <= data.ended]
-    start_s, width_s = _binned(data, looks["at"])
-    means = looks.groupby([start_s, "server"], observed=True)[[*REQUESTS, *POOLS]].mean().groupby("start_s")
-    return means[list(REQUESTS)].sum(min_count=1).join(means[list(POOLS)].mean()).reset_index().assign(width_s=width_s)
+    looks = data.samples[data.samples["at"].between(data.began, data.ended)]
+    by = looks.groupby([_binned(data, looks["at"]), "server"], observed=True)
+    means = by[[*REQUESTS, *POOLS]].mean().groupby("start_s")
+    found = means[list(REQUESTS)].sum(min_count=1).join(means[list(POOLS)].mean())
+    return _widths(data, found.reset_index())
+
+
+@once
+def gpus(data: RunData) -> pd.DataFrame:
+    """What GPUs did, by bin: the mean GPU, the lowest and the highest; of `LIMITED` they are shares of samples."""
+    looks = data.gpus[data.gpus["at"].between(data.began, data.ended)].assign(**limited(data))
+    looks["memory_used_bytes"] /= 2**30
+    means = looks.groupby([_binned(data, looks["at"]), "gpu"])[[*GPUS, *LIMITED]].mean()
+    found = means.groupby("start_s").agg(["mean", "min", "max"])
+    found.columns = found.columns.map(" ".join).str.replace("_bytes", "_gib")
+    return _widths(data, found.reset_index())
+
+
+def limited(data: RunData) -> dict[str, pd.Series]:
+    """For each look at a GPU whether its clocks were limited in either way of `LIMITED`; NaN: it did not say."""
+    pairs = zip(data.gpus["throttle_reasons"], data.gpus["clock_limits"], strict=True)
+    told = [None if faults is None else {*faults, *(others or ())} for faults, others in pairs]
+    return {
+        name: pd.Series([np.nan if words is None else float(bool(kinds & words)) for words in told], data.gpus.index)
+        for name, (_, kinds) in LIMITED.items()
+    }
 
 
 def medians(data: RunData, found: Measured) -> pd.DataFrame:
@@ -164,7 +218,7 @@ def occupied(data: RunData) -> pd.DataFrame:
     The middle is from the first to the last moment with nine tenths of the most requests in flight. Where no server
     says how many it decodes at once, the most in flight are the slots. A run with missing rows has no end yet.
     """
-    times, level, _ = levels(data.rows)
+    times, level, _ = flight(data)
     if not len(times):
         return pd.DataFrame(columns=["part", "seconds", "slots", "occupied"])
     slots = data.slots or level.max()

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from dfexp import params
+from dfexp.capacity.flags import Flags
 from dfexp.engines.simulated.core import DECODED, PREFILLED, Config, Event, Simulator, run_closed_loop
 from dfexp.layout import RunFolder
 from dfexp.records import Completion
 from dfexp.rehearse.whole import draw
-from tests.capacity.support import AFTER, BEFORE, setting
+from tests.capacity.support import AFTER, BEFORE, COMMON, setting
 from tests.finished_run import START, row, write_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SERVERS, EVERY_S = 2, 5.0
-RUNS = {"before": (BEFORE, 32), "after": (AFTER, 64)}
+PLANNED = Flags(
+    disable_radix_cache=True, mem_fraction_static=0.90, max_running_requests=157, chunked_prefill_size=8192, **COMMON
+)
+RUNS = {"before": (BEFORE, 32), "after": (AFTER, 64), "planned": (PLANNED, 157)}
 
 
 @cache
@@ -58,7 +62,7 @@ def spec_of(which: str, **plan: Any) -> dict[str, Any]:
     """The groups of its parameters. Args: plan, what is to be otherwise in its plan."""
     flags, concurrency = RUNS[which]
     given = {key: getattr(flags, key) for key in ("mem_fraction_static", "mamba_strategy", "max_running_requests",
-             "chunked_prefill_size", "context_length", "mamba_ssm_dtype")}  # fmt: skip
+             "chunked_prefill_size", "context_length", "mamba_ssm_dtype", "disable_radix_cache")}  # fmt: skip
     tree = params.read_yaml(ROOT / "params" / "expansion_v1.yaml")
     tree["fleet"] |= {"servers": SERVERS, "flags": given}
     tree["generation"]["concurrency"] = concurrency

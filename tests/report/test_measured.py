@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,40 @@ def test_what_limits_the_run_is_found_over_the_whole_of_it(tmp_path: Path) -> No
     assert (second["finding"], second["of"]) == ("request-cap", "127.0.0.1:30000 and 1 more"), "told once for both"
 
 
+@pytest.mark.parametrize(
+    ("which", "number", "running", "cap", "pool", "next_change"),
+    [
+        ("before", 1500, "32 requests run, 37 can, 0 wait", "generation.concurrency: 37",
+         "state pool, 186 slots // 5 a request = 37", "mamba_strategy: no_buffer, disable_radix_cache: true"),
+        ("after", 1500, "64 requests run, 72 can, 0 wait", "generation.concurrency: 72",
+         "state pool, 216 slots // 3 a request = 72", "disable_radix_cache: true, max_running_requests: 157"),
+    ],
+)  # fmt: skip
+def test_the_reference_run_is_client_limited_and_its_cap_is_the_state_pools(
+    tmp_path: Path, which: str, number: int, running: str, cap: str, pool: str, next_change: str
+) -> None:
+    data = report.load(write(tmp_path, which, number=number))
+    lines = report.write(data, ReportGroup(), tmp_path)["findings"].rows
+    assert [line["finding"] for line in lines] == ["client-limited", "request-cap"], (
+        "and nothing else: no ramp, no fault"
+    )
+    assert running in lines[0]["evidence"]
+    assert (lines[0]["change"], lines[0]["binding"]) == (cap, "yes")
+    assert 1.05 < lines[0]["gain"] < 1.2
+    assert pool in lines[1]["evidence"]
+    assert next_change in lines[1]["change"]
+    assert lines[1]["gain"] > 1.5
+
+
+def test_the_planned_run_is_as_good_as_it_gets(tmp_path: Path) -> None:
+    data = report.load(write(tmp_path, "planned", number=3000))
+    (line,) = details.findings(data, overview.planned(data, tmp_path)).rows
+    assert (line["finding"], line["of"], line["severity"]) == ("bandwidth", "the fleet", "note")
+    assert series.steady(data).decoded == pytest.approx(2 * 2000, rel=0.03)
+    summary = values(report.summary(data))
+    assert (summary["request cap"], summary["running"] > 145) == (157, True)
+
+
 def test_before_and_after_stand_side_by_side_and_are_compared_like_with_like(tmp_path: Path) -> None:
     write(tmp_path, "before")
     data = report.load(write(tmp_path, "after"))
@@ -62,10 +97,13 @@ def test_before_and_after_stand_side_by_side_and_are_compared_like_with_like(tmp
     rate = next(line for line in table.rows if line["what"] == "decoded, fleet")
     assert rate["last / first"] == rate["after"] / rate["before"] == pytest.approx(1.74, abs=0.05)
     assert "mamba_strategy: extra_buffer, no_buffer" in table.note
-    assert "There is no run nowhere" in table.note
+    assert "There is no run 'nowhere': correct report.compare." in table.note
+    (source,) = [line for line in table.rows if line["what"] == "decoded is by"]
+    assert source["before"] == source["after"] == "the servers' counters"
     chart = figures.compared(data, others)
     assert chart is not None
-    assert [line.name for line in chart.figure.data] == ["before", "after"]
+    by = "by the servers' counters"
+    assert [line.name for line in chart.figure.data] == [f"before, {by}", f"after, {by}"]
     assert figures.compared(data, report.compared(data, "nowhere", tmp_path)) is None
 
 
@@ -81,6 +119,8 @@ def test_baselines_have_a_verdict(tmp_path: Path) -> None:
     assert [line["verdict"] for line in lines] == [
         "met", "not met", "-", "met", "there is no run 'gone': correct report.baselines",
     ]  # fmt: skip
+    assert {line["this run's is by"] for line in lines} == {"the servers' counters"}
+    assert [line["its rate is by"] for line in lines[1:4]] == ["as given", *["the servers' counters"] * 2]
     assert lines[0]["share"] == pytest.approx(series.steady(data).decoded / 9_000)
     assert lines[2]["its tokens/s"] == lines[3]["its tokens/s"] == pytest.approx(1_320, rel=0.03)
 
@@ -200,6 +240,7 @@ def test_events_stand_on_the_axis_of_time_under_their_names(tmp_path: Path) -> N
     data = report.load(write_run(tmp_path, [row(i) for i in range(9)], events=happened))
     chart = figures.events(data)
     assert chart is not None
+    assert chart.figure.data[1].customdata[0].tolist() == ["the run", "kind stalled"]
     assert {(mark.name, *mark.x, *mark.y) for mark in chart.figure.data} == {
         ("b", 3.0, "server_down"), ("the run", 7.0, "finding: stalled"),
     }  # fmt: skip
@@ -211,13 +252,49 @@ def test_gpus_are_told_and_a_torn_last_sample_is_passed_over(tmp_path: Path) -> 
     folder = write_run(tmp_path, [row(i) for i in range(4)])
     gpu = {"gpu": 0, "uuid": "u", "at": START, "memory_used_bytes": 2**30, "sm_clock_mhz": 1500}
     with AppendLog(folder.metrics) as log:
-        log.append([{**gpu, "utilization": 0.5, "power_w": 300, "throttle_reasons": []},
-                    {**gpu, "utilization": 1.0, "power_w": 500, "throttle_reasons": ["power"]}])  # fmt: skip
+        log.append([{**gpu, "utilization": 0.5, "power_w": 300, "throttle_reasons": [], "clock_limits": ["gpu idle"]},
+                    {**gpu, "utilization": 1.0, "power_w": 500, "throttle_reasons": ["thermal"], "clock_limits": []},
+                    {**gpu, "throttle_reasons": ["gpu idle", "power cap"]}, gpu])  # fmt: skip
     with folder.metrics.open("ab") as file:
         file.write(b'{"at": 1800000001.0, "server": "127.0.0.1:8080", "num_runn')
     found = values(report.summary(report.load(folder)))
-    assert (found["GPU utilisation, mean"], found["GPU power, mean"], found["GPU throttled"]) == (0.75, 400, 0.5)
+    assert (found["GPU utilisation, mean"], found["GPU power, mean"], found["GPU memory in use, mean"]) == (
+        0.75,
+        400,
+        1,
+    )
+    shares = found["GPU slowed by heat or hardware"], found["GPU at its power cap"]
+    assert shares == pytest.approx((1 / 3, 1 / 3)), "of those that say; being idle is neither"
     assert report.load(folder).samples.empty
+
+
+def test_what_gpus_did_is_drawn_over_time(tmp_path: Path) -> None:
+    """Two GPUs for 100 s; one is at its power cap all the time, the other too hot in the second half."""
+    rows = [row(i) for i in range(100)]
+    folder = write_run(tmp_path, rows)
+    assert figures.gpus(report.load(folder)) is None
+    looks = [
+        {"gpu": gpu, "at": START + at, "utilization": 0.9 + gpu / 10, "memory_used_bytes": (80 + gpu) * 2**30,
+         "memory_total_bytes": 96 * 2**30, "power_w": 600 - 100 * gpu, "sm_clock_mhz": 2000 - 500 * gpu * (at >= 50),
+         "throttle_reasons": ["thermal"] * (gpu * (at >= 50)), "clock_limits": ["power cap"] * (1 - gpu)}
+        for at in range(100) for gpu in (0, 1)
+    ]  # fmt: skip
+    with AppendLog(folder.metrics) as log:
+        log.append(looks)
+    data = report.load(folder)
+    chart = figures.gpus(data)
+    assert chart is not None
+    drawn = {line.name: line.y for line in chart.figure.data}
+    assert drawn["utilisation, mean"].tolist() == pytest.approx([0.95] * len(drawn["power, mean"]))
+    assert (drawn["memory in use, min"][3], drawn["memory in use, max"][3], drawn["power, mean"][3]) == (80, 81, 550)
+    assert (drawn["SM clock, mean"][0], drawn["SM clock, mean"][-2]) == (2000, 1750)
+    assert (drawn["slowed by heat or hardware"][0], drawn["slowed by heat or hardware"][-2]) == (0, 0.5)
+    assert set(drawn["at its power cap"]) == {0.5}
+    axes = [axis.title.text.replace("<br>", " ") for axis in chart.figure.select_yaxes()]
+    assert axes == ["utilisation (share)", "memory in use (GiB)", "power (W)", "SM clock (MHz)", "samples (share)"]
+    assert "first request (s)" in [*chart.figure.select_xaxes()][-1].title.text
+    report.write(data, ReportGroup(), tmp_path)
+    assert len(json.loads((folder.report / "gpus.json").read_text())) == len(drawn["power, mean"])
 
 
 def test_a_restarted_server_begins_to_count_again(tmp_path: Path) -> None:
@@ -235,7 +312,179 @@ def test_all_tables_are_written_once_under_their_names(tmp_path: Path) -> None:
     data = report.load(write(tmp_path, "after"))
     made = report.write(data, ReportGroup(), tmp_path)
     files = sorted(path.name for path in data.folder.report.iterdir())
-    names = [*made, "throughput", "rates", "in_flight", "gauges"]
+    names = [*made, "throughput", "rates", "in_flight", "gauges", "gpus"]
     assert files == sorted(f"{name}.{suffix}" for name in names for suffix in ("csv", "json"))
     summary = json.loads((data.folder.report / "summary.json").read_text())
     assert {line["what"]: line["value"] for line in summary}["running"] == 64
+
+
+def without_samples(root: Path, which: str, name: str, engine: str = "sglang") -> RunData:
+    """The same rows of a run that nobody sampled."""
+    folder = write(root, which, name=name, engine=engine)
+    folder.metrics.unlink()
+    return report.load(folder)
+
+
+def test_rates_from_different_sources_are_shown_and_not_compared(tmp_path: Path) -> None:
+    write(tmp_path, "before")
+    data = without_samples(tmp_path, "after", "bare")
+    others = report.compared(data, "before", tmp_path)
+    table = overview.comparison(data, others)
+    lines = {line["what"]: line for line in table.rows}
+    assert lines["decoded is by"]["before"] == "the servers' counters"
+    assert lines["decoded is by"]["bare"] == "finished rows and what was in flight"
+    assert lines["decoded is of"]["bare"] == "at least 90% of the most requests in flight"
+    assert lines["decoded, fleet"]["last / first"] is lines["decoded, each GPU"]["last / first"] is None
+    assert lines["client rate"]["last / first"] > 1
+    assert "measured by different things, so there is no ratio" in table.note
+    parts = [BaselinePart(run="before", expected_fraction=0.1),
+             BaselinePart(name="node", tok_per_s=100.0, expected_fraction=0.1)]  # fmt: skip
+    for found in (overview.baselines(data, parts, tmp_path), overview.baselines(data, parts, Path("/none"), others)):
+        assert (found.rows[0]["share"], found.rows[0]["its rate is by"]) == (None, "the servers' counters")
+        assert found.rows[0]["verdict"] == "none: the two rates are measured by different things"
+        assert found.rows[1]["verdict"] == "met"
+    chart = figures.compared(data, others)
+    assert chart is not None
+    assert chart.figure.data[1].name == "bare, by finished rows and what was in flight"
+
+
+def test_a_simulated_run_against_a_real_baseline_says_that_it_is_simulated(tmp_path: Path) -> None:
+    folder = write(tmp_path, "after", engine="simulated")
+    parts = [BaselinePart(name="node", tok_per_s=9_000.0, expected_fraction=0.25)]
+    made = report.write(report.load(folder), ReportGroup(baselines=parts), tmp_path)
+    assert (made["baselines"].rows[0]["share"], made["baselines"].rows[0]["verdict"][:5]) == (None, "none:")
+    assert "seconds that are not those of the simulation" in made["baselines"].rows[0]["this run's is by"]
+    fleet = folder.path.parent / "fleets" / "after"
+    fleet.mkdir(parents=True)
+    lines = [{"real_at": START, "virtual_s": 0.0}, {"real_at": START + 10_000, "virtual_s": 10_000.0}]
+    (fleet / CLOCK).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = report.load(folder)
+    made = report.write(data, ReportGroup(baselines=parts), tmp_path)
+    (line,) = made["baselines"].rows
+    assert (line["verdict"], line["this run's is by"]) == ("met (simulated)", "the servers' counters (simulated)")
+    told = report.conclusion(data, made)
+    assert f"{line['share']:.1%} (simulated); what was expected: met (simulated)" in told
+    assert "of simulated time with requests in flight" in told
+
+
+def test_of_one_start_among_several_the_time_left_is_of_all_rows(tmp_path: Path) -> None:
+    folder, me = write(tmp_path, "after", until_s=1000), ProcessId.current()
+    done = len(report.load(folder).rows)
+    told = status(pid=me.pid, process_started=me.started, servers=[], asked=1500, done=done, failed=0, pending=60,
+                  in_flight=100, eta_s=300.0, eta_low_s=200.0, eta_high_s=400.0)  # fmt: skip
+    control.write_status(folder, {**told, "mean_completion_tokens": {"value": 2800.0, "low": 2700.0, "high": 2900.0}})
+    data = report.load(folder)
+    left_s, _, words = overview.time_left(data)
+    assert left_s == pytest.approx((1500 - done) * 2800 / series.steady(data).decoded)
+    assert left_s > 600
+    assert f"all {1500 - done:,} missing rows" in words
+    assert "This start ends before: it has 160 of them, 5 min 00 s: as its process says" in words
+
+
+def test_one_sample_of_each_server_makes_no_bin_of_a_day(tmp_path: Path) -> None:
+    samples = [{"at": START + 5, "server": f"127.0.0.1:{8080 + nth}", "num_running_reqs": 10} for nth in range(2)]
+    data = report.load(write_run(tmp_path, [row(i) for i in range(190)], samples=samples))
+    assert series.throughput(data)["width_s"].median() == 5
+    assert series.gauges(data)["num_running_reqs"].tolist() == [20]
+
+
+@pytest.mark.parametrize("seconds", [391, 396, 399, 400, 401, 403])
+def test_the_last_bin_is_as_high_as_the_others(tmp_path: Path, seconds: int) -> None:
+    """One answer of 10 tokens ends every second, however much of a bin is left at the end."""
+    data = report.load(write_run(tmp_path, [row(i, latency_s=1.0) for i in range(seconds)], rows_per_shard=100))
+    found = series.throughput(data).groupby("start_s")[["completion_tok_per_s", "rows_per_s"]].sum()
+    assert found["completion_tok_per_s"].iloc[-1] == pytest.approx(10, rel=0.11)
+    assert series.rates(data)["client"].iloc[-1] == pytest.approx(10, rel=0.11)
+    widths = series.rates(data)["width_s"]
+    assert widths.iloc[-1] >= widths.iloc[0] / 2
+
+
+def test_what_happened_after_the_last_answer_is_on_the_axis_and_told(tmp_path: Path) -> None:
+    happened = [
+        {"at": START + 3, "event": "server_down", "server": "a", "detail": "exit code 137"},
+        {"at": START + 900, "event": "server_down", "server": "a", "detail": "no <answer> for 60 s"},
+        {"at": START + 950, "event": "run_failed", "server": None, "detail": "no server is left " + "x" * 400},
+    ]  # fmt: skip
+    data = report.load(write_run(tmp_path, [row(i) for i in range(9)], events=happened))
+    chart = figures.events(data)
+    assert chart is not None
+    (first, last), unit_s = chart.figure.layout.xaxis.range, 1.0
+    assert first < 0 < 950 / unit_s < last
+    assert chart.figure.data[0].customdata[1].tolist() == ["a", "detail no &lt;answer&gt; for 60 s"]
+    assert "%{customdata[1]}" in chart.figure.data[0].hovertemplate
+    lines = details.events(data).rows
+    assert (lines[0]["times"], lines[0]["said, the last time"]) == (2, "detail no <answer> for 60 s")
+    assert lines[1]["said, the last time"].startswith("detail no server is left")
+    assert len(lines[1]["said, the last time"]) < 310
+
+
+def test_sixty_four_servers_stay_readable(tmp_path: Path) -> None:
+    """Server 7 makes half as many tokens as the others, server 63 twice as many."""
+    tokens = {7: 50, 63: 200}
+    rows = [
+        row(i, server=f"host:{30000 + i % 64}", completion_tokens=tokens.get(i % 64, 100), submitted_at=START + i // 64)
+        for i in range(64 * 60)
+    ]
+    happened = [{"at": START + i, "event": "server_down", "server": f"host:{30000 + i}"} for i in range(64)]
+    happened.append({"at": START + 9, "event": "stop_asked", "server": None, "in_flight": 0})
+    data = report.load(write_run(tmp_path, rows, rows_per_shard=500, events=happened))
+    chart, marks = figures.throughput(data), figures.events(data)
+    assert [line.name for line in chart.figure.data] == ["most: host:30063", "median", "least: host:30007"]
+    most, median, least = (line.y[3:-3].mean() for line in chart.figure.data)
+    assert (most, median, least) == pytest.approx((200, 100, 50))
+    assert "64 servers" in chart.figure.layout.title.subtitle.text
+    assert chart.figure.layout.yaxis.title.text.endswith("one server")
+    assert marks is not None
+    assert [mark.name for mark in marks.figure.data] == ["servers", "the run"]
+    assert {each[0] for each in marks.figure.data[0].customdata} == {f"host:{30000 + i}" for i in range(64)}
+    for number, parts in ((8, 8), (9, 3)):
+        few = [row(i, server=f"s{i % number}") for i in range(64)]
+        drawn = figures.throughput(report.load(write_run(tmp_path, few, name=f"of_{number}"))).figure.data
+        assert len(drawn) == parts <= len(figures.PALETTE), "as many as there are colours are shown by themselves"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus"),
+    [
+        ({"tensor_parallel_size": 2, "pp_size": 2, "dp_size": 2}, 16),
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, 8), ({}, 2),
+    ],
+)  # fmt: skip
+def test_gpus_are_those_that_the_fleet_takes(tmp_path: Path, flags: dict[str, Any], gpus: int) -> None:
+    fleet = {"engine": "sglang", "servers": 2, "flags": flags}
+    data = report.load(write_run(tmp_path, [row(i) for i in range(4)], fleet=fleet))
+    assert data.units == (gpus, "GPU")
+    assert values(report.summary(data))["GPU-hours"] == pytest.approx(gpus * 5 / 3600)
+
+
+def test_a_damaged_run_is_told_as_damaged(tmp_path: Path) -> None:
+    folder = write(tmp_path, "before")
+    (folder.completions / "completions_000000.jsonl").unlink()
+    data = report.load(write(tmp_path, "after"))
+    others = report.compared(data, "before", tmp_path)
+    note = overview.comparison(data, others).note
+    assert "Run 'before' cannot be read:" in note
+    assert "completions_000000.jsonl is missing" in note
+    verdict = overview.baselines(data, [BaselinePart(run="before")], tmp_path, others).rows[0]["verdict"]
+    assert verdict.startswith("run 'before' cannot be read")
+
+
+NONSENSE = "!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!"
+
+
+def test_garbage_is_counted_where_rows_are_flagged_and_looked_for_in_a_sample(tmp_path: Path) -> None:
+    rows = [row(i, text=NONSENSE, server="a") if i % 10 == 0 else row(i, server="b") for i in range(1000)]
+    older = report.load(write_run(tmp_path, rows, rows_per_shard=500))
+    (line,) = details.flags(older).rows
+    assert (line["flag"], line["of"]) == ("garbage, in a random sample", 500)
+    assert line["rows"] == pytest.approx(50, abs=25)
+    assert "in a sample of 500 rows" in details.flags(older).note
+    assert "garbage output" in [line["finding"] for line in details.findings(older, None).rows]
+    flagged = [replace(each, flags=("garbage",)) if each.index in (0, 10) else each for each in rows]
+    newer = report.load(write_run(tmp_path, flagged, rows_per_shard=500, name="newer"))
+    assert (details.flags(newer).rows[0]["flag"], details.flags(newer).rows[0]["rows"]) == ("garbage", 2)
+    clean = report.load(write_run(tmp_path, [row(i) for i in range(9)], name="clean"))
+    assert details.flags(clean).rows[0]["rows"] == 0
+    assert [each["index"] for each in report.load(newer.folder, examples=3).examples] == [
+        each["index"] for each in report.load(older.folder, examples=3).examples
+    ]
