@@ -14,7 +14,7 @@ from pydantic.functional_validators import field_validator, model_validator
 from dfexp.errors import ParamsError
 from dfexp.params_errors import explain, hide_secrets, looks_secret, shown
 from dfexp.params_plan import Count, FlagValues, Group, PlanGroup
-from dfexp.params_simulated import FaultPart
+from dfexp.params_simulated import FaultPart, Speed
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -56,14 +56,10 @@ class SglangServers(OwnFleet):
 
     model: NamedPath = Field(description="folder of the model, or its name on the model hub")
     flags: FlagValues = Field(default_factory=dict, description="SGLang flags by name, _ for -")
-    first_port: int | None = Field(
-        None, ge=1024, le=55000, description="first of the ports in a row; default: free ones"
-    )
+    first_port: int | None = Field(None, ge=1024, le=55000, description="first port in a row; default: free ones")
     stagger_s: float = Field(60.0, ge=0, description="longest wait for one server's weights before the next one starts")
     check_content: bool = Field(True, description="a new server must also answer six requests at once with text")
-    least_share_of_plan: float = Field(
-        0.9, ge=0, le=1, description="least room, of what `plan` predicts, to begin with"
-    )
+    least_share_of_plan: float = Field(0.9, ge=0, le=1, description="least part of the room that `plan` predicts")
     accepted_checks: list[str] = Field(default_factory=list, description="checks of preflight that may fail, by name")
 
     @field_validator("env", "flags", check_fields=False)
@@ -101,9 +97,7 @@ class SimulatedFleet(SglangServers):
     """SGLang servers that are simulated on this machine, without SGLang and without a GPU, in a time of their own."""
 
     engine: Literal["simulated"]
-    speed: Literal["max"] | Annotated[float, Field(gt=0)] = Field(
-        "max", description="simulated seconds per second; max: as fast as the client can go"
-    )
+    speed: Speed = Field("max", description="simulated seconds per second; max: as fast as the client can go")
     seed: int = Field(0, ge=0, description="of texts, lengths and shares of requests")
     load_s: float = Field(60.0, ge=0, description="simulated seconds in which a server loads its model")
     thinking: bool = Field(True, description="answers begin with a thought")
@@ -215,9 +209,7 @@ class ReportGroup(Group):
     examples: int = Field(10, ge=0, le=1000, description="completions shown in full, drawn at random")
     seed: int = Field(0, ge=0, description="of the draw")
     baselines: list[BaselinePart] = Field(default_factory=list, description="rates to measure this run against")
-    compare: str | list[str] = Field(
-        default_factory=list, description="other runs to show beside this one, earlier ones first: names, or folders"
-    )
+    compare: str | list[str] = Field(default_factory=list, description="runs shown beside this one, earlier ones first")
 
 
 AnyFleet = Annotated[LlamacppFleet | SglangFleet | SimulatedFleet | ExternalFleet, Field(discriminator="engine")]

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Tokens = Annotated[float, Field(gt=0, le=10_000_000)]
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 FlagValues = dict[str, bool | int | float | str | list[str | int | float]]
 
 
@@ -66,30 +68,21 @@ class VariantPart(Group):
 class PlanGroup(Group):
     """What the capacity model needs to know of a run on SGLang."""
 
-    model: str | None = Field(
-        None,
-        description="path of a model's folder or config.json, or a name in the shipped table; default: fleet.model",
-    )
+    model: str | None = Field(None, description="folder, config.json, or a shipped name; default: fleet.model")
     weights_gib: Positive | None = Field(None, description="all weights of one copy, where known better")
     weight_dtype: Literal["bfloat16", "fp8"] | None = Field(None, description="default: the checkpoint's")
     gpu: str = Field(description="kind of GPU, such as rtx-pro-6000")
-    servers: Count | None = Field(
-        None, description="independent servers; each has flags.tp_size GPUs; default: fleet.servers, or 1"
-    )
+    servers: Count | None = Field(None, description="each has flags.tp_size GPUs; default: fleet.servers, or 1")
     sglang_version: str = Field("0.5.12", description="version that will run; sizing rules and flag names follow it")
     free_gib: Positive | None = Field(None, description="measured memory free before loading, per GPU")
     free_after_load_gib: Positive | None = Field(None, description="the same after loading the weights")
-    available_gpu_mem_gib: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="measured available_gpu_mem of this GPU, model and chunk size; allows a higher fraction"
-    )
+    available_gpu_mem_gib: Amount | None = Field(None, description="measured by a server; allows a higher fraction")
     flags: FlagValues | None = Field(None, description="the flags as they are, _ for -; default: fleet.flags")
     concurrency: Count | None = Field(None, description="requests that the client keeps at each server today")
     prompts: Count | None = Field(None, description="completions to make; default: as many as there are prompts")
     prompt: LengthPart = Field(description="prompt tokens")
     completion: LengthPart = Field(description="completion tokens")
     max_tokens: Literal["fit"] | Count = Field("fit", description="as sent with each request")
-    shared_prefix_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="part of prompt text that begins like another prompt; default: measured on them"
-    )
+    shared_prefix_share: Share | None = Field(None, description="part of prompt text seen before; default: measured")
     samples: list[SamplePart] = Field(default_factory=list, description="steady states to fit the efficiency on")
     variants: dict[str, VariantPart] = Field(default_factory=dict, description="flag sets to show beside each other")

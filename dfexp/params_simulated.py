@@ -10,6 +10,8 @@ from dfexp.params_plan import Count, Group
 
 Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Speed = Literal["max"] | Annotated[float, Field(gt=0)]
+"""Virtual seconds per real second, or as fast as the client can go."""
 Kind = Literal["crash", "hang", "slow", "health", "oom_at_start", "status", "html", "garbage", "cut", "never"]
 """A server ends; stands still; takes `factor` times as long; answers /health with `status`; ends while it loads. A
 request gets an HTTP error; a page of a proxy; one token over and over; a part of an answer; no answer.

@@ -141,9 +141,8 @@ def variants(shown: View) -> Table:
     rows = []
     for name, setting in shown.prepared.variants.items():
         item = candidate(setting, concurrency=setting.concurrency)
-        values = row(name, item) | {
-            "cap set by": item.memory.cap_from, "tok/s measured": setting.measured_tok_per_s
-        }  # fmt: skip
+        seen = {"cap set by": item.memory.cap_from, "tok/s measured": setting.measured_tok_per_s}
+        values = row(name, item) | seen
         rows.append({key: value for key, value in values.items() if key != "why"})
     return Table(name="variants", title="Settings of the file", rows=rows, note="Rates are of one server.")
 

@@ -363,9 +363,8 @@ def _machine(spec: RunSpec, root: Path, prepared: Prepared | None) -> list[Check
         checks += [noted("ports", problem) if problem else of_ports(range(first, first + servers), used)]
     if (_tried(partial(gpus_per_server, flags))[0] or 1) > 1:
         usage, problem = _tried(partial(shutil.disk_usage, _SHARED_MEMORY))
-        checks += [
-            enough("shared memory", usage.free / GIB, servers, "GiB") if usage else noted("shared memory", problem)
-        ]
+        name = "shared memory"
+        checks += [enough(name, usage.free / GIB, servers, "GiB") if usage else noted(name, problem)]
     return checks
 
 

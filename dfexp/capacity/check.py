@@ -310,10 +310,8 @@ def to_json(rows: Sequence[Checked]) -> dict[str, Any]:
         "rows_outside": sum(not row.ok for row in rows),
         "unreadable": sum(row.kind == "unreadable" for row in rows),
     }
-    trees = []
-    for row in rows:
-        numbers = [{**asdict(item), "ok": item.ok} for item in row.compared]
-        trees.append({**asdict(row), "compared": numbers, "ok": row.ok})
+    numbers = [[{**asdict(item), "ok": item.ok} for item in row.compared] for row in rows]
+    trees = [{**asdict(row), "compared": said, "ok": row.ok} for row, said in zip(rows, numbers, strict=True)]
     return {"status": status(rows), "rows": trees, "summary": summary}
 
 
@@ -322,9 +320,9 @@ def render(rows: Sequence[Checked]) -> str:
     lines = [f"{'row':<34} {'number':<22} {'predicted':>12} {'logged':>12} {'error':>10} {'allowed':>9}"]
     for row in rows:
         for item in row.compared:
-            share = item.name == TOKENS
-            error = f"{item.error:+.2%}" if share else f"{item.error:+.3f}"
-            allowed = f"{item.allowed:.1%}" if share else f"{item.allowed:.3f}"
+            error, allowed = f"{item.error:+.3f}", f"{item.allowed:.3f}"
+            if item.name == TOKENS:
+                error, allowed = f"{item.error:+.2%}", f"{item.allowed:.1%}"
             lines.append(
                 f"{row.id:<34} {item.name:<22} {item.predicted:>12.3f} {item.logged:>12.2f} {error:>10} {allowed:>9}"
                 f"  {'ok' if item.ok else 'OUTSIDE'}  ({item.basis})"

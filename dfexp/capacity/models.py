@@ -40,12 +40,8 @@ def load_model(model: str, *, weights_gib: float | None = None, weight_dtype: st
         sizes = _measured_in(file.parent)
     else:
         name, entry = _entry(model)
-        source, config, eight_bit, sizes = (
-            entry["source"],
-            entry["config"],
-            "fp8" in model.lower(),
-            entry["weights_gib"],
-        )
+        source, config, sizes = entry["source"], entry["config"], entry["weights_gib"]
+        eight_bit = "fp8" in model.lower()
     shape = from_config(config, name)
     dtype = weight_dtype or ("fp8" if eight_bit else shape.dtype)
     size = sizes.get("any") or sizes.get("fp8" if dtype_bytes(dtype) == 1 else dtype)
@@ -66,8 +62,7 @@ def load_model(model: str, *, weights_gib: float | None = None, weight_dtype: st
 def _is_eight_bit(quantised: Any, name: str) -> bool:
     """Whether a checkpoint's weights have 8 bits. Raises CapacityError: neither 8 nor 16."""
     text = str(quantised or "").lower()
-    is_narrow = any(word in text for word in ("fp4", "int4", "'num_bits': 4", "awq", "gptq", "'load_in_4bit': true"))
-    if is_narrow:
+    if any(word in text for word in ("fp4", "int4", "'num_bits': 4", "awq", "gptq", "'load_in_4bit': true")):
         raise CapacityError(
             f"{name}: weights quantised as {text[:120]} are not modelled. Give weights_gib, and weight_dtype fp8 or "
             "bfloat16, whichever its kernels compute in; rates are then rough."
@@ -78,17 +73,14 @@ def _is_eight_bit(quantised: Any, name: str) -> bool:
 def _estimated_bytes(shape: ModelShape, dtype: str) -> float:
     """Resident bytes from the number of parameters: 8-bit checkpoints keep embeddings, head and vision in 16 bits."""
     element = 1.02 if dtype_bytes(dtype) == 1 else float(dtype_bytes(dtype))  # with the scales of the blocks
-    return (shape.body_parameters + shape.expert_parameters) * element + 2 * (
-        shape.head_parameters + shape.idle_parameters
-    )
+    sixteen_bit = shape.head_parameters + shape.idle_parameters
+    return (shape.body_parameters + shape.expert_parameters) * element + 2 * sixteen_bit
 
 
 def shipped_models() -> dict[str, dict[str, Any]]:
     """The shipped table: name to aliases, source, weights in GiB by dtype, and config."""
-    table: dict[str, dict[str, Any]] = json.loads(
-        resources.files("dfexp.capacity").joinpath("models.json").read_text(encoding="utf-8")
-    )
-    return table
+    text = resources.files("dfexp.capacity").joinpath("models.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
 
 
 def _entry(model: str) -> tuple[str, dict[str, Any]]:

@@ -145,8 +145,3 @@ class ModelShape:
     def expert_parameters(self) -> int:
         """Parameters of all routed experts."""
         return self.experts.total if self.experts else 0
-
-    @property
-    def parameters(self) -> int:
-        """All parameters."""
-        return self.body_parameters + self.head_parameters + self.idle_parameters + self.expert_parameters

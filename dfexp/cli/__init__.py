@@ -37,10 +37,7 @@ _SAMPLE = (
     ("--keep-fleet", {"action": "store_true", "help": "leave the servers up for dfexp run, which stops them"}),
 )
 _REHEARSED = (
-    (
-        "--only",
-        {"action": "append", "default": [], "metavar": "VARIANT", "help": "this one alone; may be repeated"},
-    ),
+    ("--only", {"action": "append", "default": [], "metavar": "VARIANT", "help": "this one alone; may be repeated"}),
     ("--hours", {"type": amount, "help": "virtual hours of each rehearsal, instead of the file's"}),
     ("--speed", {"help": "virtual seconds per second; default: max, as fast as the client can go"}),
     ("--no-whole", {"action": "store_true", "help": "leave out the simulation of the whole run"}),

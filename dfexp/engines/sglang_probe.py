@@ -56,16 +56,11 @@ def _toolkit() -> dict[str, Any]:
         return found
     done = subprocess.run([nvcc, "-x", "cu", "-E", "-"], input=_SOURCE, capture_output=True, text=True, timeout=20)
     if done.returncode:
-        return {
-            **found,
-            "nvcc_error": next((line for line in done.stderr.split("\n") if "rror" in line), done.stderr)[:300],
-        }
+        words = next((line for line in done.stderr.split("\n") if "rror" in line), done.stderr)
+        return {**found, "nvcc_error": words[:300]}
     version = re.sub(r"\s", "", done.stdout.rpartition("dfexp ")[2])
-    return {
-        **found,
-        "nvcc_version": version,
-        "home_has_headers": os.path.isfile(os.path.join(home, "include", _HEADERS[0])),
-    }
+    has_headers = os.path.isfile(os.path.join(home, "include", _HEADERS[0]))
+    return {**found, "nvcc_version": version, "home_has_headers": has_headers}
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dfexp.capacity.flags import own_name
 from dfexp.capacity.shape import GIB
@@ -153,21 +153,12 @@ def from_log(startup: Startup) -> ServerLimits:
     """The room that a startup log tells; nothing where several data-parallel ranks share it, since they add up."""
     if any("DP" in rank for rank in startup.values.get("max_running_requests", {})):
         return ServerLimits()
-    gib = {
-        "weights": ("weights_gib",),
-        "kv": ("k_gib", "v_gib", "kv_gib"),
-        "state": ("conv_gib", "ssm_gib", "intermediate_ssm_gib", "intermediate_conv_gib"),
+    states = ("conv", "ssm", "intermediate_ssm", "intermediate_conv")
+    names = {"weights": ("weights",), "kv": ("k", "v", "kv"), "state": states}
+    gib = {part: sum(startup.get(f"{name}_gib") or 0.0 for name in of) for part, of in names.items()}
+    fields = {name: name for name in ("max_running_requests", "max_total_num_tokens", "max_mamba_cache_size")}
+    fields["context_length"] = "context_len"
+    counts: dict[str, Any] = {
+        field: int(value) for field, name in fields.items() if (value := startup.get(name)) is not None
     }
-    sizes = {part: sum(startup.get(name) or 0.0 for name in names) for part, names in gib.items()}
-    return ServerLimits(
-        max_running_requests=_count(startup, "max_running_requests"),
-        context_length=_count(startup, "context_len"),
-        max_total_num_tokens=_count(startup, "max_total_num_tokens"),
-        max_mamba_cache_size=_count(startup, "max_mamba_cache_size"),
-        state_bytes={part: round(size * GIB) for part, size in sizes.items() if size} or None,
-    )
-
-
-def _count(startup: Startup, name: str) -> int | None:
-    value = startup.get(name)
-    return None if value is None else int(value)
+    return ServerLimits(**counts, state_bytes={part: round(size * GIB) for part, size in gib.items() if size} or None)

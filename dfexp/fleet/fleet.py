@@ -263,12 +263,9 @@ class Fleet:
         while (held := held_bytes(gpus) or 0) > most and time.monotonic() < end:
             time.sleep(_PAUSE_S)
         used = f"{held / 2**30:.1f} GiB in use on GPU {', '.join(sorted(gpus))}, {before / 2**30:.1f} before the launch"
-        told = (
-            used
-            if held <= most
-            else f"NOT BACK: {used}. No process of this fleet is left; nvidia-smi shows whose it is"
-        )
-        return [f"GPU memory: {told}"]
+        if held > most:
+            used = f"NOT BACK: {used}. No process of this fleet is left; nvidia-smi shows whose it is"
+        return [f"GPU memory: {used}"]
 
     @contextlib.contextmanager
     def lease(self, purpose: str) -> Iterator[None]:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dfexp.engines.simulated.server.faults import GARBAGE, Faults, reply
-from dfexp.engines.simulated.server.spec import Speed
 from dfexp.engines.simulated.server.text import request_key
-from dfexp.params_simulated import FaultPart
+from dfexp.params_simulated import FaultPart, Speed
 from dfexp.quality import garbage
 
 

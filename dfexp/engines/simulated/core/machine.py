@@ -30,8 +30,6 @@ class Config:
     """One server.
 
     Attributes:
-        host_s: seconds of the scheduler per step where it does not overlap with the GPU. The reference run shows no
-            such loss in its setting without overlap.
         log_interval: decode steps from one log line to the next.
         settles_late: versions before 0.5.23 drop an ended request from the running batch when the next decode step
             begins, so that its place is given away one step later, and count the place of a chunked prompt twice.
@@ -41,7 +39,6 @@ class Config:
     server: Server
     memory: MemoryPlan
     efficiency: Efficiency
-    host_s: float = 0.0
     log_interval: int = 40
     settles_late: bool = True
 
@@ -63,7 +60,7 @@ class Config:
 
     def _line(self, server: Server, rows: int) -> Straight:
         fixed, full = (decode_step_s(server, self.efficiency, rows, context) for context in (0.0, 1024.0))
-        return fixed + (0.0 if self.memory.resolved.overlap else self.host_s), (full - fixed) / (rows * 1024.0)
+        return fixed, (full - fixed) / (rows * 1024.0)
 
 
 def padded_batch(running: int, largest: int) -> int:
@@ -77,12 +74,8 @@ class Pools:
 
     def __init__(self, config: Config) -> None:
         memory, resolved = config.memory, config.memory.resolved
-        self.tokens, self._slots, self._page = (
-            memory.max_total_num_tokens,
-            memory.max_mamba_cache_size,
-            resolved.page_size,
-        )
-        self._is_cached = resolved.radix_cache
+        self.tokens, self._slots = memory.max_total_num_tokens, memory.max_mamba_cache_size
+        self._page, self._is_cached = resolved.page_size, resolved.radix_cache
         self._slots_held = SLOTS_HELD.get(resolved.strategy, 1.0) if resolved.radix_cache else 1.0
         self._offsets, self._residues = 0, [0] * self._page
         self._cached: deque[int] = deque()

@@ -6,9 +6,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from dfexp.engines.simulated.server.spec import Speed
 from dfexp.errors import StorageError
 from dfexp.jsonl import AppendLog
+from dfexp.params_simulated import Speed
 from dfexp.virtual_time import CLOCK, VirtualTime
 
 TICK_S = 0.05

@@ -11,8 +11,7 @@ from hashlib import blake2b
 from math import inf
 
 from dfexp.engines.simulated.server.pages import refused
-from dfexp.engines.simulated.server.spec import Speed
-from dfexp.params_simulated import FaultPart
+from dfexp.params_simulated import FaultPart, Speed
 
 GARBAGE = "!"
 """What SGLang says for token 0, over and over: one for each token."""

@@ -23,9 +23,10 @@ from dfexp.engines.simulated.server.clock import TICK_S, Clock
 from dfexp.engines.simulated.server.faults import Faults
 from dfexp.engines.simulated.server.pace import AWAY_S, Grace
 from dfexp.engines.simulated.server.server import Server
-from dfexp.engines.simulated.server.spec import ServerSpec, Speed
+from dfexp.engines.simulated.server.spec import ServerSpec
 from dfexp.errors import StorageError
 from dfexp.jsonl import read_json, write_atomic
+from dfexp.params_simulated import Speed
 
 PAST = "server-simulator.json"
 """In the folder: what a host of a fleet that is still up has to know of the one before it."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -18,10 +18,8 @@ from dfexp.capacity.planner import Setting
 from dfexp.capacity.workload import Lengths
 from dfexp.engines.simulated.core import Config
 from dfexp.params_plan import PlanGroup
-from dfexp.params_simulated import FaultPart
+from dfexp.params_simulated import FaultPart, Speed
 
-Speed = float | Literal["max"]
-"""Virtual seconds per real second, or as fast as the client can go."""
 _OWN = frozenset(("model_path", "served_model_name", "host", "port", "enable_metrics", "config", "simulation"))
 
 
