@@ -19,6 +19,7 @@ import psutil
 
 from dfexp.capacity.errors import DoesNotFit, FlagsRefused
 from dfexp.capacity.flags import own_name, rules
+from dfexp.capacity.models import spans
 from dfexp.capacity.plan_command import Prepared, predicted, require_room
 from dfexp.capacity.shape import GIB
 from dfexp.engines.base import engine_for
@@ -222,15 +223,12 @@ def model_faults(folder: Path, flags: Mapping[str, Any]) -> tuple[list[str], Map
 
 
 def is_cut(weights: Path) -> bool:
-    """Whether a safetensors file is not as long as its header says: 8 bytes of length, JSON with offsets, the data."""
-    with weights.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(length)) if length < weights.stat().st_size else {}
-            ends = [part["data_offsets"][1] for name, part in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return True
-    return not ends or weights.stat().st_size != 8 + length + max(ends)
+    """Whether a safetensors file is not as long as its header says."""
+    try:
+        start, parts = spans(weights)
+        return not parts or weights.stat().st_size != start + max(end for _, end in parts)
+    except (ValueError, KeyError, TypeError):
+        return True
 
 
 def of_model(path: str, faults: Sequence[str], config: Mapping[str, Any]) -> Check:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dfexp.capacity.config import Fields
 from dfexp.capacity.errors import CapacityError, DoesNotFit, first_mistake
-from dfexp.capacity.flags import Flags, Resolved, Rules, parse_flags, resolve, rules, rules_at
+from dfexp.capacity.flags import FLAG_NAMES, Flags, Resolved, Rules, parse_flags, resolve, rules, rules_at
 from dfexp.capacity.memory import Free, fixed_slots, multimodal_reserve_gib, pool_bytes, request_cap, split
 from dfexp.capacity.models import load_model
 from dfexp.capacity.shape import GIB, Attention, ModelShape, StateLayers, dtype_bytes
@@ -194,12 +194,11 @@ def _understood(value: Any) -> _Case:
 
 def _flags(given: Mapping[str, Any]) -> tuple[Flags, str]:
     """The row's flags, and what of them is not modelled. A strategy that is not given was `no_buffer`."""
-    known = {item.name for item in fields(Flags)}
     flags: dict[str, Any] = {"mamba_strategy": "no_buffer"}
     problem = ""
     for raw, value in given.items():
         name = _ROW_NAMES.get(raw, raw)
-        if name in known:
+        if name in FLAG_NAMES:
             flags[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     for name in ("mamba_ssm_dtype", "kv_cache_dtype"):
         try:

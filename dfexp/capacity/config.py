@@ -15,6 +15,19 @@ _STATE_TYPES = ("linear_attention", "mamba")
 _LAYER_TYPES = ("full_attention", "attention", *_STATE_TYPES)
 _BLOCKS = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
 """Nemotron-H's `layers_block_type`, as the letters of the older `hybrid_override_pattern`."""
+_STATES: dict[str, dict[str, tuple[str, ...]]] = {
+    "gdn": {
+        "heads": ("linear_num_value_heads",), "head_dim": ("linear_value_head_dim",),
+        "groups": ("linear_num_key_heads",), "state_size": ("linear_key_head_dim",),
+        "conv_kernel": ("linear_conv_kernel_dim",),
+    },
+    "mamba2": {
+        "heads": ("mamba_num_heads", "mamba_n_heads"), "head_dim": ("mamba_head_dim", "mamba_d_head"),
+        "groups": ("n_groups", "mamba_n_groups"), "state_size": ("ssm_state_size", "mamba_d_state"),
+        "conv_kernel": ("conv_kernel", "mamba_d_conv"),
+    },
+}  # fmt: skip
+"""Sizes of layers with a recurrent state, and the fields that tell them."""
 _ADVICE = "Launch it with explicit limits and read them from its startup log instead."
 
 
@@ -57,7 +70,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     if attention_layers < 1:
         raise CapacityError(f"{name}: none of {layers} layers has attention; check layer_types or its interval.")
     attention = _attention(fields, attention_layers, hidden)
-    state = _state(fields, state_layers, is_mamba=kind in table["mamba2"]) if state_layers else None
+    state = _state(fields, state_layers, "mamba2" if kind in table["mamba2"] else "gdn") if state_layers else None
     experts, feed_parameters, inner = _feedforward(fields, layers, hidden)
     mixing = _attention_parameters(fields, attention, hidden) + (_state_parameters(state, hidden) if state else 0)
     idle = 0 if fields.get("tie_word_embeddings") else vocabulary
@@ -130,26 +143,9 @@ def _layer_counts(fields: Fields, layers: int, name: str, *, needs_pattern: bool
     return attention_layers, layers - attention_layers
 
 
-def _state(fields: Fields, layers: int, *, is_mamba: bool) -> StateLayers:
-    if is_mamba:
-        return StateLayers(
-            kind="mamba2",
-            layers=layers,
-            heads=fields.count("mamba_num_heads", "mamba_n_heads"),
-            head_dim=fields.count("mamba_head_dim", "mamba_d_head"),
-            state_size=fields.count("ssm_state_size", "mamba_d_state"),
-            groups=fields.count("n_groups", "mamba_n_groups"),
-            conv_kernel=fields.count("conv_kernel", "mamba_d_conv"),
-        )
-    return StateLayers(
-        kind="gdn",
-        layers=layers,
-        heads=fields.count("linear_num_value_heads"),
-        head_dim=fields.count("linear_value_head_dim"),
-        state_size=fields.count("linear_key_head_dim"),
-        groups=fields.count("linear_num_key_heads"),
-        conv_kernel=fields.count("linear_conv_kernel_dim"),
-    )
+def _state(fields: Fields, layers: int, kind: str) -> StateLayers:
+    sizes = {name: fields.count(*theirs) for name, theirs in _STATES[kind].items()}
+    return StateLayers(kind=kind, layers=layers, **sizes)
 
 
 def _state_parameters(state: StateLayers, hidden: int) -> int:

@@ -128,18 +128,20 @@ class Flags:
         return dtype_bytes(self.mamba_ssm_dtype or shape.ssm_dtype or "float32")
 
 
+FLAG_NAMES = tuple(field.name for field in fields(Flags))
+
+
 def parse_flags(values: Mapping[str, Any]) -> Flags:
     """Flags from a mapping; every spelling that `own_name` knows is understood.
 
     Raises CapacityError: unknown name (with the nearest right one), wrong type, impossible value.
     """
-    known = {field.name for field in fields(Flags)}
     given: dict[str, Any] = {}
     for raw, value in values.items():
         name = own_name(raw)
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
+        if name not in FLAG_NAMES:
+            near = difflib.get_close_matches(name, FLAG_NAMES, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(FLAG_NAMES))}."
             raise CapacityError(f"flag {raw} = {value!r} has no part in the capacity model. {hint}")
         if name in given:
             raise CapacityError(f"flag {name} is given twice (under two spellings); keep one.")
@@ -152,8 +154,7 @@ def parse_flags(values: Mapping[str, Any]) -> Flags:
 
 def modelled(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a server's flags that have a part in the capacity model."""
-    known = {field.name for field in fields(Flags)}
-    return {name: value for name, value in values.items() if own_name(name) in known}
+    return {name: value for name, value in values.items() if own_name(name) in FLAG_NAMES}
 
 
 def own_name(spelling: str) -> str:
@@ -185,9 +186,14 @@ def as_list(value: Any) -> list[Any]:
 
 def to_argv(flags: Flags, version: Rules) -> list[str]:
     """The flags as this version spells them; only those that differ from the defaults."""
-    values = {field.name: getattr(flags, field.name) for field in fields(Flags)}
-    changed = {field.name for field in fields(Flags) if values[field.name] != field.default}
-    return [word for name in values if name in changed for word in written(option(name, version), values[name])]
+    changed = {name: pair[1] for name, pair in differing(Flags(), flags).items()}
+    return [word for name, value in changed.items() for word in written(option(name, version), value)]
+
+
+def differing(now: Flags, new: Flags) -> dict[str, tuple[Any, Any]]:
+    """Flags that differ, with both values."""
+    pairs = {name: (getattr(now, name), getattr(new, name)) for name in FLAG_NAMES}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from dfexp.capacity.config import from_config
 from dfexp.capacity.errors import CapacityError, UnknownModel
 from dfexp.capacity.shape import GIB, ModelShape, dtype_bytes
 
+MOST_HEADER_BYTES = 100_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
@@ -105,6 +107,17 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise CapacityError(f"cannot read a JSON object from {file}: {error}. Is the download complete?") from error
 
 
+def spans(file: Path) -> tuple[int, list[list[int]]]:
+    """Where the data of a safetensors file begins, and the bytes from there of each tensor: begin and end.
+
+    It is 8 bytes of length, JSON with offsets, the data. Raises OSError, ValueError, KeyError, TypeError.
+    """
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = dict(json.loads(stream.read(min(length, MOST_HEADER_BYTES))))
+    return 8 + length, [part["data_offsets"] for name, part in header.items() if name != "__metadata__"]
+
+
 def _measured_in(folder: Path) -> dict[str, Any]:
     """Weight bytes from the index, else from the headers of the safetensors files; empty when there are neither."""
     index, files = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
@@ -115,10 +128,7 @@ def _measured_in(folder: Path) -> dict[str, Any]:
             return {"any": {"gib": total / GIB, "source": str(index)}}
         total = 0
         for file in files:
-            with file.open("rb") as stream:
-                header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), 100_000_000)))
-            spans = [part["data_offsets"] for name, part in header.items() if name != "__metadata__"]
-            total += sum(end - begin for begin, end in spans)
+            total += sum(end - begin for begin, end in spans(file)[1])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CapacityError(f"{file} has no readable sizes ({error!r}); give weights_gib.") from error
     return {"any": {"gib": total / GIB, "source": f"headers of {len(files)} safetensors files"}} if files else {}

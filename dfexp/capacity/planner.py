@@ -6,12 +6,12 @@ What changes outputs (weights, state or KV in another dtype) is listed apart and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dfexp.capacity.cost import Server
 from dfexp.capacity.errors import CapacityError
-from dfexp.capacity.flags import Flags, Rules, Since, Strategy, resolve, to_argv
+from dfexp.capacity.flags import Flags, Rules, Since, Strategy, differing, resolve, to_argv
 from dfexp.capacity.memory import Free, MemoryPlan, plan_memory
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.throughput import Prediction, chunk_tokens, largest_graph, predict
@@ -210,7 +210,7 @@ def _winners(setting: Setting, pool: list[_Scored]) -> list[Setting]:
     for hours, found in pool:
         flags = found.server.flags
         key = (flags.disable_radix_cache, flags.mamba_strategy)
-        rank = (round(hours, 3), len(_changes(setting.server.flags, flags)))
+        rank = (round(hours, 3), len(differing(setting.server.flags, flags)))
         if key not in best or rank < best[key][0]:
             best[key] = (rank, found)
     return [found for _, found in best.values()]
@@ -260,22 +260,14 @@ def _changing(setting: Setting, current: Candidate, *, without_radix: bool) -> t
     return tuple(sorted(found, key=lambda item: item.hours))
 
 
-def _changes(now: Flags, new: Flags) -> dict[str, tuple[Any, Any]]:
-    """Flags that differ, with both values."""
-    pairs = {item.name: (getattr(now, item.name), getattr(new, item.name)) for item in fields(Flags)}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def candidate(setting: Setting, current: Candidate | None = None, *, concurrency: int | None = None) -> Candidate:
     """What one setting does, against the current one where that is given. Raises CapacityError."""
     flags, weights, memory = setting.server.flags, setting.server.weight_dtype, setting.memory()
     prediction = setting.predict(memory, concurrency)
     hours = prediction.hours(setting.prompts, setting.servers)
-    changes: dict[str, tuple[Any, Any]] = {}
-    if current is not None and current.weights != weights:
-        changes["weights"] = (current.weights, weights)
-    if current is not None:
-        changes |= _changes(current.flags, flags)
+    changes = differing(current.flags, flags) if current else {}
+    if current and current.weights != weights:
+        changes = {"weights": (current.weights, weights), **changes}
     item = Candidate(
         weights=weights,
         flags=flags,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 
+from benchmarks.capacity_checks import MORE
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.startup_log import read_startup
 from dfexp.engines.pages import limits_from
@@ -85,7 +86,7 @@ def test_a_startup_log_is_read_back(make: Maker, version: str, case: str) -> Non
     model, by_version, flags = CASES[case]
     spec = make(version, *by_version.get(version, []), *flags, model=model)
     before, after = pages.startup_lines(spec)
-    memory, log = spec.config.memory, read_startup([*before, *after])
+    memory, log = spec.config.memory, read_startup([*before, *after], MORE)
     limits = from_log(log)
     assert limits.max_running_requests == memory.max_running_requests
     assert limits.max_total_num_tokens == memory.max_total_num_tokens
@@ -105,7 +106,7 @@ def test_a_startup_log_is_read_back(make: Maker, version: str, case: str) -> Non
 
 @VERSIONS
 def test_free_memory_is_the_plans(make: Maker, version: str) -> None:
-    log = read_startup(startup(make(version, *NO_BUFFER[version])))
+    log = read_startup(startup(make(version, *NO_BUFFER[version])), MORE)
     assert log.get("load_begin_gib") == 94.8  # free on this card, by the table of GPUs
 
 

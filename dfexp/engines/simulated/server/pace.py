@@ -6,6 +6,8 @@ place; a client that does not send another is given up after a grace, which gets
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 GRACE_S, LEAST_GRACE_S, GRACE_FALL = 0.2, 0.001, 0.8
 """The longest wait for a request in the place of one that was answered, and what a wait in vain makes of it."""
 QUIET_S = 0.05
@@ -14,19 +16,11 @@ AWAY_S = 10.0
 """How long the clock waits for a server that crashed or was stopped to be started again, and then to be fed again."""
 
 
+@dataclass(slots=True)
 class Grace:
     """What is left of the patience with a client, in real seconds."""
 
-    def __init__(self) -> None:
-        self.left_s = GRACE_S
-
-    def renew(self) -> None:
-        """The client has sent a request: it goes on."""
-        self.left_s = GRACE_S
-
-    def spend(self) -> None:
-        """A wait was in vain."""
-        self.left_s = max(LEAST_GRACE_S, self.left_s * GRACE_FALL)
+    left_s: float = GRACE_S
 
 
 class Pace:
@@ -53,7 +47,7 @@ class Pace:
         """A request came; after the grace too, it shows that the client goes on."""
         self.in_flight, self._moved_s = self.in_flight + 1, now_s
         for grace in self._graces:
-            grace.renew()
+            grace.left_s = GRACE_S
 
     def left(self, now_s: float) -> None:
         """A request was answered, or its client hung up."""
@@ -88,6 +82,6 @@ class Pace:
         if now_s < until_s:
             return until_s
         for grace in self._graces if self.in_flight < self.target else ():
-            grace.spend()
+            grace.left_s = max(LEAST_GRACE_S, grace.left_s * GRACE_FALL)
         self.target = self.in_flight
         return None

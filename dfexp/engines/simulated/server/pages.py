@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from http.client import responses
@@ -21,7 +21,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dfexp.capacity.flags import Flags, Since, option, rules
+from dfexp.capacity.flags import FLAG_NAMES, Since, option, rules
 from dfexp.capacity.memory import UNLOGGED_GIB
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.throughput import chunk_tokens, largest_graph
@@ -64,7 +64,7 @@ def stamp(at: datetime) -> str:
 def server_args(spec: ServerSpec) -> dict[str, Any]:
     """The arguments as SGLang echoes them, its own changes included; only those that matter here, and no keys."""
     version, server, resolved = rules(spec.version), spec.config.server, spec.config.memory.resolved
-    flags = {field.name: getattr(server.flags, field.name) for field in fields(Flags)} | dict(spec.flags)
+    flags = {name: getattr(server.flags, name) for name in FLAG_NAMES} | dict(spec.flags)
     flags |= {"page_size": resolved.page_size, "disable_overlap_schedule": not resolved.overlap}
     flags |= {"chunked_prefill_size": server.flags.chunked_prefill_size or chunk_tokens(server)}
     flags |= {"mamba_strategy": resolved.strategy} if resolved.strategy != "none" else {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
@@ -101,28 +100,28 @@ def request_key(messages: Sequence[Mapping[str, Any]], *seeds: int | None) -> in
 
 def drawn(lengths: Lengths, key: int) -> int:
     """The length that `key` stands for; over many keys they are distributed like `lengths`."""
-    return _quantile(lengths, _below(lengths), (key % 2**53 + 0.5) / 2**53)
+    return int(_quantiles(lengths, np.array([(key % 2**53 + 0.5) / 2**53]))[0])
 
 
 def drawn_many(lengths: Lengths, number: int, seed: int) -> NDArray[np.int64]:
     """So many lengths, drawn one by one, always the same."""
-    below, levels = _below(lengths), np.random.default_rng(seed).random(number).tolist()
-    return np.fromiter((_quantile(lengths, below, level) for level in levels), np.int64, number)
+    return _quantiles(lengths, np.random.default_rng(seed).random(number))
 
 
-def _quantile(lengths: Lengths, below: Sequence[float], level: float) -> int:
-    """Whole tokens, at least 1, at a level between 0 and 1.
+def _quantiles(lengths: Lengths, levels: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Whole tokens, at least 1, at levels between 0 and 1.
 
     A value stands for all lengths around it, so levels spread over those; not the last, where lengths are cut.
     """
-    values, place = lengths.values, min(bisect_right(below, level), len(below) - 1)
-    length = values[place]
-    if place + 1 < len(values):
-        length += (values[place + 1] - length) * (0.5 - (below[place] - level) / lengths.weights[place])
-    return max(1, round(length))
+    values, weights, below = _table(lengths)
+    places = np.minimum(np.searchsorted(below, levels, side="right"), len(values) - 1)
+    widths = np.append(np.diff(values), 0.0)[places]
+    found = values[places] + widths * (0.5 - (below[places] - levels) / weights[places])
+    return np.maximum(1, np.rint(found)).astype(np.int64)
 
 
 @cache
-def _below(lengths: Lengths) -> tuple[float, ...]:
-    """The chance of each value or a smaller one."""
-    return tuple(accumulate(lengths.weights))
+def _table(lengths: Lengths) -> tuple[NDArray[np.float64], ...]:
+    """Its values, their weights, and the chance of each value or a smaller one."""
+    weights = np.maximum(lengths.weights, 1e-300)  # what is divided by
+    return np.array(lengths.values), weights, np.cumsum(weights)
