@@ -1,97 +1,103 @@
-"""`kill -9` of the generating process at random instants, again and again, while servers misbehave."""
+"""`kill -9` of the generating process, again and again, while simulated servers misbehave and are killed too."""
 
 from __future__ import annotations
 
-import asyncio
+import os
 import random
+import signal
 import subprocess
-import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dfexp import control, fleet, generate
+from dfexp.fleet import Fleet
+from dfexp.generate.start import fleet_folder
 from dfexp.layout import RunFolder
-from tests.generate.conftest import Project
-from tests.scripted_server import Cut, ScriptedServer, chat, error
+from dfexp.params import RunSpec
+from tests.chaos.simulated import Ledger, spec_of, start
 
-KILLS, PROMPTS = 20, 3000
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(tmp_path)
+PROMPTS, LONGEST_S = 600, 20.0
+HOW = ("start", "work", "name", "name")
+"""A time since the process started, or since it works; or the instant at which a name comes or goes in its folder."""
 
 
-class Ledger:
-    """What was ever seen safe: it may only grow, and no index may be there twice."""
+@contextmanager
+def serving(spec: RunSpec, root: Path) -> Iterator[Fleet]:
+    """The run's servers, which live through everything that happens to its generating process."""
+    the_fleet, _ = fleet.up(spec, root)
+    try:
+        the_fleet.wait_ready(60.0)
+        yield the_fleet
+    finally:
+        fleet.attach(fleet_folder(spec, root)).down()
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        self.done: set[int] = set()
-        self.failed: set[int] = set()
-        self.reported = 0
 
-    def check(self) -> None:
-        """Raises AssertionError for a row that was lost, doubled or torn, or reported done and is not there."""
-        rows = Project.rows(self.folder)
-        done, failures = {row["index"] for row in rows}, Project.failures(self.folder)
-        failed = {row["index"] for row in failures}
-        assert (len(done), len(failed)) == (len(rows), len(failures)), "doubled"
-        assert self.done <= done, "a row was lost"
-        assert self.failed <= failed, "a failure was lost"
-        assert not done & failed
-        self.reported = max(self.reported, (control.read_status(self.folder) or {}).get("done", 0))
-        assert len(done) >= self.reported, "reported done, and not there"
-        for row in rows:
-            assert row["messages"] == [{"role": "user", "content": f"question {row['index']}"}]
-            assert set(row["text"]) == {"x"}, "torn or mixed up"
-        self.done, self.failed = done, failed
+def names(folder: RunFolder) -> set[str]:
+    """Names in the completions folder now."""
+    try:
+        return set(os.listdir(folder.completions))
+    except FileNotFoundError:
+        return set()
+
+
+def kill_at(process: subprocess.Popen[bytes], folder: RunFolder, draw: random.Random) -> str:
+    """Kill at an instant that is drawn, in time or by the names that come and go, unless it ends before that.
+
+    Returns how the instant was drawn; nothing if the process had ended.
+    """
+    how, after_s, changes = draw.choice(HOW), draw.uniform(0.0, 2.0), draw.randint(1, 8)
+    since, delay_s, seen = time.monotonic(), draw.choice([0.0, draw.uniform(0, 0.004)]), names(folder)
+    while process.poll() is None and time.monotonic() - since < LONGEST_S:
+        if how == "name":
+            if (now := names(folder)) != seen:
+                seen, changes = now, changes - 1
+            if changes == 0:
+                time.sleep(delay_s)
+                break
+        elif how == "work" and (control.read_status(folder) or {}).get("pid") != process.pid:
+            since = time.monotonic()  # it has not said yet that it works
+        elif time.monotonic() - since >= after_s:
+            break
+        time.sleep(0.0002 if how == "name" else 0.005)
+    process.kill()
+    return how if process.wait(30) == -signal.SIGKILL else ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows_per_shard", [3, 50])
-async def test_a_run_killed_at_any_instant_loses_doubles_and_tears_nothing(
-    project: Project, rows_per_shard: int
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_a_run_killed_at_any_instant_loses_doubles_and_tears_nothing(
+    tmp_path: Path, kills: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw = random.Random(rows_per_shard)
-
-    def script(body: dict[str, Any], n: int) -> Any:
-        asked = body["messages"][-1]["content"]
-        if asked.startswith("question") and int(asked.split()[1]) % 50 == 49:
-            return error(400, "no")
-        if draw.random() < 0.02:
-            return draw.choice([Cut(), error(500, "x"), error(429, "y", **{"Retry-After": "0.1"})])
-        return chat("x" * draw.randint(1, 3000))
-
-    async with ScriptedServer(script, delay_s=0.02) as one, ScriptedServer(script, delay_s=0.04) as two:
-        spec = project.spec([one.url, two.url], PROMPTS, rows_per_shard=rows_per_shard, max_attempts=30)
-        folder = generate.prepare(spec, project.root)
-        the_fleet, _ = await asyncio.to_thread(fleet.up, spec, project.root)
-        await asyncio.to_thread(the_fleet.wait_ready, 10.0)
-        ledger = Ledger(folder)
-        for kill in range(KILLS // 2 + 1):
-            process = await start(folder, project.root)
-            try:
-                if kill < KILLS // 2:  # from the first import on to some seconds of work
-                    await asyncio.wait_for(process.wait(), draw.uniform(0.3, 2.0))
-                assert await asyncio.wait_for(process.wait(), 60.0) == 0
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-            ledger.check()
-    status = control.read_status(folder)
-    assert status is not None
-    assert status["state"] == "ended"
-    assert (len(ledger.done), len(ledger.failed)) == (PROMPTS - PROMPTS // 50, PROMPTS // 50)
+    draw, hit, number, ended = random.Random(kills), Counter[str](), 0, 0
+    while hit.total() < kills:
+        number += 1
+        spec = spec_of(tmp_path, f"run{number}", PROMPTS, rows_per_shard=draw.choice([3, 7, 50]))
+        folder = generate.prepare(spec, tmp_path)
+        ledger, is_over = Ledger(folder), False
+        with serving(spec, tmp_path) as the_fleet:
+            while not is_over:
+                process = start(folder, tmp_path)
+                how = "" if hit.total() >= kills else kill_at(process, folder, draw)
+                is_over = not how
+                assert process.wait(120) == (0 if is_over else -signal.SIGKILL), folder.log.read_text()[-2000:]
+                hit += Counter([how] * bool(how))
+                ledger.check()
+                if draw.random() < 0.1:
+                    ended += kill_a_server(fleet.attach(the_fleet.folder), draw)
+        ledger.check_end(PROMPTS)
+        assert ledger.garbage > 0, "the faults were not at work"
+    with capsys.disabled():
+        print(f"\n{hit.total()} kills in {number} runs of {PROMPTS} rows: {dict(hit)}, and {ended} of servers")
 
 
-async def start(folder: RunFolder, root: Path) -> asyncio.subprocess.Process:
-    """The generating process alone, so that it can be killed before it has said anything."""
-    folder.control.mkdir(exist_ok=True)
-    with folder.log.open("ab") as log:
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "dfexp.generate", "--folder", str(folder.path), "--root", str(root),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
+def kill_a_server(the_fleet: Fleet, draw: random.Random) -> bool:
+    """`kill -9` of one server's process, if it has one now."""
+    server = draw.choice(the_fleet.servers)
+    if is_alive := server.process.is_alive():
+        os.kill(server.process.pid, signal.SIGKILL)
+    return is_alive
