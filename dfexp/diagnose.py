@@ -3,23 +3,24 @@
     for finding in diagnose([Watched(name=..., samples=..., limits=..., limit=64), ...], rows_left=9000, planned=None):
         finding.kind, finding.server, finding.evidence, finding.change, finding.gain
 
-Every server has at most one binding finding, and so has the fleet, whose `server` is None and which comes first. What
-limits a server is judged at a steady state that was found in its samples; of a ramp or a drain nothing else is said.
-Running requests are judged against the cap and by the queue, never by `mamba_usage` alone: at the cap it reads 2/3 with
-`no_buffer`, and 1.00 without the radix cache.
+A server has at most one binding finding, and so has the fleet, whose `server` is None and which comes first. Limits are
+judged at a steady state that was found in samples; of a ramp or a drain nothing else is said. Running requests are held
+against the cap and the queue, never `mamba_usage` alone: at the cap it reads 2/3, or 1.00 without the radix cache.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import takewhile
 from statistics import fmean, median, mode, quantiles
 from typing import Any, Literal
 
 from dfexp.capacity.planner import Plan, Setting
 from dfexp.estimate import server_rate
+from dfexp.metrics import COUNTERS, stretches
 from dfexp.records import EngineSample, ServerLimits
 
 Phase = Literal["idle", "unknown", "ramping", "steady", "draining"]
@@ -28,19 +29,21 @@ STALLED_S = 60.0
 # Of a steady state at least: samples, seconds; seconds without work that are idle; FLOPs per byte of GPUs, about: a
 # prefilled token takes a running / 200th of the time of a decoded one.
 _LEAST_SAMPLES, _LEAST_S, _IDLE_S, _FLOPS_PER_BYTE = 4, 15.0, 30.0, 200
-# Shares: of the cap; of the level, where ramp and drain are cut; a trend; of samples with a queue, requests, answers.
-_FULL, _NEAR, _CHANGED, _QUEUED, _RETRACTED, _GARBAGE = 0.97, 0.9, 0.05, 0.25, 0.02, 0.02
+# Shares: of the cap; of the level, where ramp and drain are cut; a trend; of samples with a queue, requests, answers;
+# of what was computed, what is still held where requests began together.
+_FULL, _NEAR, _CHANGED, _QUEUED, _RETRACTED, _GARBAGE, _KEPT = 0.97, 0.9, 0.05, 0.25, 0.02, 0.02, 0.5
 # A gain; siblings' rate, and before as many have finished as run; the plan's rate and room; usages: of the KV pool that
 # admission allows, and that tells even without a queue; of a state pool without a free slot.
 _WORTH, _SLOWER, _MUCH_SLOWER, _LESS, _ADMITTED, _CROWDED, _NO_SLOT = 1.03, 0.9, 0.6, 0.75, 0.8, 0.85, 0.99
 _POOLS = ("max_running_requests", "max_total_num_tokens", "max_mamba_cache_size")
-_COUNTERS = ("num_requests_total", "realtime_decode_tokens_total", "realtime_prefill_tokens_total")
-_SIGNS = (*_COUNTERS, "generation_tokens_total", "gen_throughput", "kv_used_tokens")
+_RATES, _PUT_BACK = ("tok_per_s", "gen_throughput", "client_tok_per_s"), "num_retracted_requests_total"
+_SIGNS = (*COUNTERS, "generation_tokens_total", "gen_throughput", "kv_used_tokens")
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "token_usage", "mamba_usage", "mamba_used_tokens")
 _SAID = {
     "num_running_reqs": "{:.0f} requests run", "max_running_requests": "{:.0f} can",
     "num_queue_reqs": "{:.0f} wait", "full_token_usage": "KV usage {:.2f}",
-    "mamba_usage": "state usage {:.2f}", "tok_per_s": "{:,.0f} tok/s",
+    "mamba_usage": "state usage {:.2f}", "tok_per_s": "{:,.0f} tok/s", "gen_throughput": "gen_throughput {:,.0f} tok/s",
+    "client_tok_per_s": "{:,.0f} tok/s of answers, as the client counts",
 }  # fmt: skip
 _CHANGES = {
     "unhealthy": "see its log", "stalled": "restart it; a run does so after generation.stall_s",
@@ -63,9 +66,10 @@ class Watched:
         state: of its lane, at the end; what one that is not ready does is not judged: it is away, or being changed.
         limit: requests that the client keeps there at the most.
         long_in_flight: requests that are there at the end and were sent `STALLED_S` before it, or earlier.
-        request_s: mean seconds of a request; tells how long a ramp takes where samples have no `num_requests_total`, as
-            those of logs, which are taken to begin with a start.
+        request_s: mean seconds of a request; tells how long a ramp takes where counters and `kv_used_tokens` do not, as
+            in logs, which are taken to begin with a start.
         answers, garbage: answers of that time, and how many of them were flagged as garbage.
+        tok_per_s: of these answers, by the client; tells where the server tells no rate.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Watched:
     request_s: float | None = None
     answers: int = 0
     garbage: int = 0
+    tok_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +107,8 @@ class Finding:
         server: None: the fleet.
         severity: fault: something is broken; limit: there is something to gain; note: as it has to be.
         evidence: a sentence with numbers, units and window.
-        numbers: what it rests on, under SGLang's names where it has one: medians over the window, of the time in which
-            requests waited where that was much of it; of counters by how much they grew.
+        numbers: what it rests on, under SGLang's names: medians over the window, or the time in which requests waited
+            where that was much of it; how much counters grew. What nobody told is not in it.
         window: first and last second that it is about, by the samples' clock; (0, 0): it is about no time.
         gain: the factor on tokens/s; the evidence says whether it was predicted or is a bound. None: not known.
         change: what to set or do, "" for nothing.
@@ -123,43 +128,31 @@ class Finding:
 
 def phase(server: Watched, *, may_drain: bool = True) -> tuple[Phase, Sequence[EngineSample]]:
     """What a server does at the end of its samples, or did steadily for half of them; and the samples that show it: of
-    several steady stretches, between which it was restarted or idle, the longest.
+    several steady stretches, between which it was restarted, changed or idle, the longest; only what is surely steady.
 
     Ramping: requests still come to run, or fewer have finished since the start than run now. Draining: they run out.
-    Of a steady state only those samples are returned that surely belong to it. Unknown: too few to tell.
-
-    Args: may_drain, False while so many prompts are left that a running number which falls is the client's doing.
+    Unknown: too few to tell. Args: may_drain, False while prompts are left: what runs falls by the client's doing then.
     """
     told = [each for each in server.samples if each.num_running_reqs is not None]
     # A line of a prefill, which has no rate, leaves out whom it has just admitted.
     told = [each for each in told if each.gen_throughput is not None] or told
     busy = [each for each in told if each.num_running_reqs or each.num_queue_reqs]
-    found = [_judged(part, server.request_s, may_drain=may_drain) for part in _parts(busy)]
+    found = [_judged(part, server.request_s, may_drain=may_drain) for part in stretches(busy, idle_s=_IDLE_S)]
     steady = [each for each in found if each[0] == "steady"]
     if steady and sum(len(samples) for _, samples in steady) >= len(told) / 2:
         return max(steady, key=lambda each: len(each[1]))
     return found[-1] if found and told[-1].at - busy[-1].at <= _IDLE_S else ("idle", told)
 
 
-def _parts(busy: Sequence[EngineSample]) -> list[Sequence[EngineSample]]:
-    """Stretches of work: cut where the server began again, had nothing to do, or nobody looked."""
-    gaps, cuts = [after.at - before.at for before, after in pairwise(busy)] or [0.0], [0] * bool(busy)
-    most_s = max(_IDLE_S, 6 * median(gaps))
-    for place, (before, after) in enumerate(pairwise(busy), 1):
-        pairs = [(getattr(before, name), getattr(after, name)) for name in _COUNTERS]
-        is_new = any(None not in pair and pair[1] < pair[0] for pair in pairs)
-        cuts += [place] * (is_new or gaps[place - 1] > most_s)
-    return [busy[start:end] for start, end in pairwise([*cuts, len(busy)])]
-
-
 def _judged(part: Sequence[EngineSample], request_s: float | None, *, may_drain: bool) -> tuple[Phase, Any]:
     """The phase of one stretch of work, and its samples."""
     level, first = sorted(_values(part, "num_running_reqs"))[len(part) * 3 // 4], part[0]
     body = [each for each in part if each.at >= first.at + (request_s or 0.0)]
-    if any(_values(part, name) for name in _COUNTERS):
-        is_start = all((each.num_running_reqs or 0) < level / 2 for each in part[:2])
-        before = (first.num_requests_total or 0) if is_start else 0
-        body = [each for each in part if (each.num_requests_total or 0) - before >= level]
+    if any(_values(part, name) for name in COUNTERS):
+        kept, before = _kept(part, level), next(iter(_values(part, "num_requests_total")), 0.0)
+        is_start = all((each.num_running_reqs or 0) < level / 2 for each in part[:2]) or (kept or 0.0) > _KEPT
+        told = body if kept is None and request_s else part
+        body = [each for each in told if (each.num_requests_total or 0) - before * is_start >= level]
     full = [place for place, each in enumerate(body) if (each.num_running_reqs or 0) >= _NEAR * level] or [0]
     end = full[-1] + 1 if may_drain and not part[-1].num_queue_reqs else len(body)
     drains, body = end < len(body), body[full[0] : end]
@@ -171,6 +164,15 @@ def _judged(part: Sequence[EngineSample], request_s: float | None, *, may_drain:
         body = body[:half] if drains else body[half:]
     is_told = len(part) >= _LEAST_SAMPLES and part[-1].at - first.at >= _LEAST_S
     return ("draining" if drains else "ramping") if is_told else "unknown", part
+
+
+def _kept(part: Sequence[EngineSample], level: float) -> float | None:
+    """Of tokens computed until half as many finished as run, the share still held: most where all began together."""
+    most = next(iter(_values(part, "num_requests_total")), 0.0) + level / 2
+    early = [each for each in part if (each.num_requests_total or 0.0) <= most]
+    told = (_values(early, name) for name in ("kv_used_tokens", *COUNTERS[1:]))
+    held, *made = (values[-1] - values[0] if values else None for values in told)
+    return None if held is None or not any(made) else held / sum(filter(None, made))
 
 
 def _trend(running: Sequence[float]) -> int:
@@ -191,22 +193,43 @@ def diagnose(
     """What is worth knowing of these servers: the fleet's binding finding, then by severity. Empty: nothing is known.
 
     Args: rows_left, prompts that were not sent at the end of the samples, None where nobody counted, and for a run that
-    is over and judged as a whole; planned, what the capacity model says of each of these servers.
+    is over and judged as a whole: by the longest steady time and the room of then, else since its request cap was last
+    changed; planned, what the capacity model says of each of these servers.
     """
     few_left = rows_left is not None and rows_left < sum(each.limit or 0 for each in servers if each.state == "ready")
     found, steady = list[Finding](), list[tuple[Watched, Finding]]()
-    for server in servers:
+    for server in servers if rows_left is None else map(_at_present, servers):
         found += (faults := _faults(server, planned))
         kind, samples = phase(server, may_drain=few_left or rows_left is None)
         if kind in ("idle", "unknown") or server.state != "ready" or any(each.is_binding for each in faults):
             continue
-        seen = _seen(server, samples, planned)
+        then = _as_it_was(server, samples[-1])
+        model = planned if then.flags is server.flags else None
+        seen = _seen(then, samples, model)
         kind = "draining" if few_left and _has_free(seen) else kind
-        steady += [(server, seen)] * (kind == "steady")
-        found += _limits(server, seen, planned) if kind == "steady" else [_told(seen, kind, "Not a steady state.")]
+        steady += [(then, seen)] * (kind == "steady")
+        found += _limits(then, seen, model) if kind == "steady" else [_told(seen, kind, "Not a steady state.")]
     found += _slow(steady)
     found.sort(key=lambda each: (("fault", "limit", "note").index(each.severity), not each.is_binding))
     return _fleet([each for each in found if each.is_binding], len(servers)) + found
+
+
+def _at_present(server: Watched) -> Watched:
+    """A server without what it said while it had another request cap than at last."""
+    caps = {None, *_values(server.samples, _POOLS[0])[-1:]}
+    new = [*takewhile(lambda each: each.max_running_requests in caps, reversed(server.samples))]
+    return replace(server, samples=new[::-1])
+
+
+def _as_it_was(server: Watched, at: EngineSample) -> Watched:
+    """A server at a time; while it had another cap than now, its flags and the client's limit are not known."""
+    cap, now = at.max_running_requests, server.limits.max_running_requests
+    if cap in (None, now):
+        return server
+    slots = at.mamba_used_tokens, at.mamba_available_tokens, at.mamba_evictable_tokens
+    sizes = [int(size or 0) or None for size in (cap, at.max_total_num_tokens, sum(filter(None, slots)))]
+    limits = ServerLimits(max_running_requests=sizes[0], max_total_num_tokens=sizes[1], max_mamba_cache_size=sizes[2])
+    return replace(server, limits=limits, flags={} if now else server.flags, limit=None if now else server.limit)
 
 
 def _faults(server: Watched, planned: Planned | None) -> list[Finding]:
@@ -245,18 +268,19 @@ def _seen(server: Watched, samples: Sequence[EngineSample], planned: Planned | N
     numbers |= {name: median(values) for name in _GAUGES if (values := _values(meant, name))}
     if "mamba_usage" not in numbers and "token_usage" in numbers:
         numbers.setdefault("full_token_usage", numbers["token_usage"])  # the only pool that there is
-    for name in (*_COUNTERS, "num_retracted_requests_total"):
-        numbers[name] = (getattr(samples[-1], name) or 0.0) - (getattr(samples[0], name) or 0.0)
+    for name in (*COUNTERS, _PUT_BACK):  # of a server that counts, each is there from the first time on
+        numbers |= {name: values[-1] - (getattr(samples[0], name) or 0.0)} if (values := _values(samples, name)) else {}
     running, times = max(1.0, numbers["num_running_reqs"]), [each.at for each in samples]
     rate = server_rate([(times, [each.realtime_decode_tokens_total for each in samples])], times[0], times[-1])
-    rates = [rate.value] if rate else _values(samples, "gen_throughput")
-    numbers["tok_per_s"] = fmean(rates or [0.0])
-    numbers |= {"tok_per_s_error": rate.error if rate else 0.0, **({_POOLS[0]: cap} if cap else {})}
+    told = _values(samples, "gen_throughput")
+    rates = rate.value if rate else None, fmean(told) if told else None, server.tok_per_s
+    numbers |= ([{name: value} for name, value in zip(_RATES, rates, strict=True) if value is not None][:1] or [{}])[0]
+    numbers |= ({"tok_per_s_error": rate.error} if rate else {}) | ({_POOLS[0]: cap} if cap else {})
     numbers |= {"planned_tok_per_s": planned.tok_per_s(running)} if planned else {}
-    prefilled = numbers[_COUNTERS[2]] * running / _FLOPS_PER_BYTE
-    numbers["prefill_share"] = prefilled / max(1.0, prefilled + numbers[_COUNTERS[1]])
-    known = numbers.keys() - (set() if rates else {"tok_per_s"})  # an engine without rates is not one that stands
-    said = [form.format(numbers[name]) for name, form in _SAID.items() if name in known]
+    if numbers.keys() >= {*COUNTERS[1:]}:
+        prefilled = numbers[COUNTERS[2]] * running / _FLOPS_PER_BYTE
+        numbers["prefill_share"] = prefilled / max(1.0, prefilled + numbers[COUNTERS[1]])
+    said = [form.format(numbers[name]) for name, form in _SAID.items() if name in numbers]
     evidence = f"{server.name}: {', '.join(said)} ({len(samples)} samples, {times[-1] - times[0]:.0f} s). "
     window = times[0], times[-1]
     return Finding(kind="", server=server.name, severity="note", evidence=evidence, numbers=numbers, window=window)
@@ -293,7 +317,8 @@ def _limits(server: Watched, seen: Finding, planned: Planned | None) -> list[Fin
             words = f"The cap, which limits it next: {_origin(server)[0]}."
             return [client] + [_told(seen, "request-cap", words, change, gain=gain, is_binding=False)] * pays
     kind, words, bound = _inside(server, seen)
-    if kind in ("request-cap", "KV pool") and now and not pays and numbers["tok_per_s"] >= _LESS * now:
+    measured = max(numbers.get(name, 0.0) for name in _RATES[:2])
+    if kind in ("request-cap", "KV pool") and now and not pays and measured >= _LESS * now:
         kind, words = "bandwidth", f"As good as it gets: no flags of the plan gain more. {words}"
     new = change if pays and (now or kind == "request-cap") else None
     return [_told(seen, kind, words, new, gain=gain or bound)] if kind else []
@@ -301,13 +326,13 @@ def _limits(server: Watched, seen: Finding, planned: Planned | None) -> list[Fin
 
 def _inside(server: Watched, seen: Finding) -> tuple[str, str, float | None]:
     """What in the server limits it, "" where nothing tells; the words for it, and a bound of the gain."""
-    numbers, cap = dict.fromkeys(_GAUGES, 0.0) | seen.numbers, server.limits.max_running_requests or 0
+    numbers, cap = defaultdict(float, seen.numbers), server.limits.max_running_requests or 0
     running, kv, share = numbers["num_running_reqs"], numbers["full_token_usage"], numbers["prefill_share"]
-    put_back, finished = numbers["num_retracted_requests_total"], numbers["num_requests_total"]
+    put_back, finished = numbers[_PUT_BACK], numbers["num_requests_total"]
     waits = cap and numbers.get("queued_share", 0.0) >= _QUEUED
     cases: tuple[tuple[Any, str, str, float | None], ...] = (
         (put_back >= max(2, _RETRACTED * (finished or running)), "retraction",
-         f"{put_back:.0f} were put back for want of KV room, {finished:.0f} finished.", None),
+         f"{put_back:.0f} were put back for want of KV room{f', {finished:.0f} finished' * bool(finished)}.", None),
         (share >= _QUEUED and finished >= running / 2, "prefill",
          f"For about {share:.0%} of the time prefills stop decoding: a bound of the gain.", 1 / max(1 - share, 1e-3)),
         (cap and (running >= _FULL * cap or _has_free(seen)), "request-cap", f"The cap: {_origin(server)[0]}.", None),
@@ -350,13 +375,16 @@ def _lift(server: Watched, seen: Finding, planned: Planned | None) -> tuple[str,
 
 
 def _slow(steady: Sequence[tuple[Watched, Finding]]) -> Iterator[Finding]:
-    """Servers that are slower by more than noise than others with the same settings and as many requests."""
+    """Servers that are slower, by more than noise, than others like them: by counters, or much by one other rate."""
     for server, seen in steady:
-        rate, finished, running = (seen.numbers[name] for name in ("tok_per_s", _COUNTERS[0], "num_running_reqs"))
+        numbers = defaultdict(float, seen.numbers)
+        running, source = numbers["num_running_reqs"], next((name for name in _RATES if name in seen.numbers), "")
         kin = [other.numbers for each, other in steady if each is not server and each.flags == server.flags]
-        rates = [one["tok_per_s"] for one in kin if abs(one["num_running_reqs"] - running) <= (1 - _NEAR) * running]
-        usual = median(rates or [0.0])
-        if rate + 2 * seen.numbers["tok_per_s_error"] < (_MUCH_SLOWER if finished < running else _SLOWER) * usual:
+        rates = [one[source] for one in kin
+                 if source in one and abs(one["num_running_reqs"] - running) <= (1 - _NEAR) * running]  # fmt: skip
+        usual, rate, error = median(rates or [0.0]), numbers[source], numbers["tok_per_s_error"]
+        is_sure = source == _RATES[0] and numbers[COUNTERS[0]] >= running
+        if rate + 2 * error < (_SLOWER if is_sure else _MUCH_SLOWER) * usual:
             slow, gain = replace(seen, severity="fault", is_binding=False), usual / max(1e-9, rate)
             yield _told(slow, "slow server", f"Others like it: {usual:,.0f} tok/s.", gain=gain)
 

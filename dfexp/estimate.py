@@ -54,11 +54,15 @@ class Estimate:
 
 
 def server_rate(servers: Iterable[Samples], start_s: float, end_s: float) -> Estimate | None:
-    """Tokens/s that servers decoded together from `start_s` to `end_s`, by their counters. None: no server has two.
+    """Tokens/s that servers decoded together from `start_s` to `end_s`, by their counters.
 
-    Servers are sampled at different instants: each counter is interpolated, and goes on for two intervals beyond its
-    samples, after which the server counts as away. One that falls belongs to a server that began again at 0. The error
-    is that of the mean of the window's parts. SGLang's counter leaves out the first token of each answer.
+    None: no server has two, or one has been silent for the greater part of the window. Nobody knows then what it does:
+    a page may be late while requests are answered. Of one that is surely away the caller adds a count of 0 at the end
+    of the window (`away`). Silence that is shorter, and follows on what is known, has the same rate.
+
+    Servers are sampled at different instants: each counter is interpolated, also over looks that failed, and goes on
+    for two intervals beyond its samples. One that falls belongs to a server that began again at 0. The error is that of
+    the mean of the window's parts. SGLang's counter leaves out the first token of each answer.
     """
     edges, made = np.linspace(start_s, end_s, _PIECES + 1), []
     for times, values in servers:
@@ -69,9 +73,20 @@ def server_rate(servers: Iterable[Samples], start_s: float, end_s: float) -> Est
             beyond_s = 2 * float(np.median(np.diff(at)))
             more = beyond_s * total[-1] / max(at[-1] - at[0], 1e-9)
             known = [-min(more, pairs[0, 1]), *total, total[-1] + more]
-            made.append(np.diff(np.interp(edges, [at[0] - beyond_s, *at, at[-1] + beyond_s], known)))
+            at = np.array([at[0] - beyond_s, *at, at[-1] + beyond_s])
+            if (silent_s := end_s - at[-1]) > (known_s := at[-1] - max(start_s, at[0])):
+                return None
+            if silent_s > 0:
+                more = (known[-1] - np.interp(start_s, at, known)) * silent_s / known_s
+                at, known = np.append(at, end_s), [*known, known[-1] + more]
+            made.append(np.diff(np.interp(edges, at, known)))
     rates = np.sum(made, axis=0) * _PIECES / (end_s - start_s) if made else np.zeros(0)
     return Estimate(value=float(rates.mean()), error=float(rates.std()) / sqrt(_PIECES - 1)) if made else None
+
+
+def away(server: Samples, at_s: float) -> Samples:
+    """A server's samples with what `server_rate` takes for its being away since the last one, until `at_s` at least."""
+    return [*server[0], at_s], [*server[1], 0.0]
 
 
 def client_rate(rows: Rows, start_s: float, end_s: float) -> float:
@@ -111,7 +126,7 @@ class Reconciled:
 def reconcile(
     servers: Iterable[Samples], rows: Rows, start_s: float, end_s: float, *, uncounted: int
 ) -> Reconciled | None:
-    """The rates of one window, and what lies between them. None: servers have no counters.
+    """The rates of one window, and what lies between them. None: servers have no counters, or were silent.
 
     Args: rows, all that were in flight in the window (of a run that goes on it ends before anything that is still open
     was sent); uncounted, tokens of each answer that the counters leave out (1: SGLang, whose prefill gives the first).
@@ -258,8 +273,8 @@ class InFlight:
     def ended(self, key: Hashable, at_s: float, tokens: int | None) -> None:
         """A request is over; `tokens` is None where it gave no answer."""
         began, step = self._began.pop(key), self._step_at(at_s)
-        if began is None or tokens is None or at_s <= self._at_s or step <= began:
-            return
+        if began is None or not tokens or at_s <= self._at_s or step <= began:
+            return  # an answer without a token says nothing of steps
         if not self._seconds:  # until the first answer a step stands for a second
             scale = tokens / (step - began)
             self._began = {key: began and began * scale for key, began in self._began.items()}
@@ -268,6 +283,8 @@ class InFlight:
         self._steps = _KEPT * self._steps + step - self._step
         self._seconds = _KEPT * self._seconds + at_s - self._at_s
         self._at_s, self._step = at_s, step
+        if self._steps <= 0:  # with no speed no step would ever be past another: begin again
+            self._steps = self._seconds = 0.0
 
     def ages(self, at_s: float) -> list[float]:
         """Tokens so far of each request; 0 for those that wait. Until an answer has ended a second counts as one."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, tzinfo
+from itertools import pairwise
+from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,15 +28,21 @@ _SERIES |= {
     "llamacpp:prompt_tokens_total": "prompt_tokens_total",  # without those that were cached
     "llamacpp:tokens_predicted_total": "generation_tokens_total",
 }
+COUNTERS = ("num_requests_total", "realtime_decode_tokens_total", "realtime_prefill_tokens_total")
+"""Of work that was done, since the server started."""
+_CAP = "max_running_requests"
 _LIVE, _MODES = "sglang:realtime_tokens_total", {"decode": "decode", "prefill_compute": "prefill"}
 _NAMES = _SERIES.keys() | {_LIVE}
 _FRACTIONS = ("_usage", "_rate")
+_LONGEST = 10_000  # characters of a line; a real one has a few hundred, and labels without end take minutes to parse
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+# Between time and words a logger may put its level and place, but no sentence: requests that are logged quote anything.
 _LINE = re.compile(
-    r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?)([^\]]*)\] "
-    r"(Prefill batch|Decode batch|[^\[]*(?=#retracted_reqs:))(.*)"
+    r"\[(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?)([^\]]*)\] "
+    r"(?:[A-Z]+:? +)?(?:[\w./]+:\d+:? +)?(?:- )?(Prefill batch|Decode batch|[^\['\"]*(?=#retracted_reqs:))(.*)"
 )
-_PAIR = re.compile(r"([^,:]+): (-?\d+(?:\.\d+)?)")
+_PAIR = re.compile(r"([^,:]+): (-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 _LOGGED = {
     "#running-req": "num_running_reqs",
     "#queue-req": "num_queue_reqs",
@@ -53,8 +61,8 @@ _POOLS = ("token usage", "full token usage", "swa token usage", "mamba usage")
 def from_metrics(text: str, *, at: float, server: str) -> EngineSample | None:
     """What a page of /metrics says; None of a page without a number of ours (empty, HTML, another program's).
 
-    Lines that do not parse say nothing, nor do NaN and infinities. Of a page that was cut off, what the cut line
-    belongs to is left out, since parts of its sum may be missing.
+    Lines that do not parse say nothing. What NaN, an infinity or a negative number is a part of is left out, as is,
+    on a page that was cut off, what the cut line belongs to: a sum without a part is wrong.
 
     Args: text, Prometheus text, whose last line ends with a line feed; at, when it was read (epoch seconds).
     """
@@ -116,9 +124,9 @@ class _Line:
 
     @classmethod
     def read(cls, line: str, tz: tzinfo | None) -> _Line | None:
-        if not (match := _LINE.search(line)):
+        if not (match := _LINE.search(_COLOUR.sub("", line))):
             return None
-        said = {key.strip(" ."): float(value) for key, value in _PAIR.findall(match[4])}
+        said = {key.rpartition(". ")[2].strip(): float(value) for key, value in _PAIR.findall(match[4])}
         values = {_LOGGED[key]: value for key, value in said.items() if key in _LOGGED}
         if pools := [said[pool] for pool in _POOLS if pool in said]:
             values["token_usage"] = max(pools)
@@ -132,20 +140,35 @@ class _Line:
         return None
 
 
+def stretches(busy: Sequence[EngineSample], *, idle_s: float) -> list[Sequence[EngineSample]]:
+    """Samples of one server at work, cut where it began again or got another request cap, had nothing to do for more
+    than `idle_s`, or nobody looked.
+    """
+    gaps, cuts, last = [0.0, *(after.at - before.at for before, after in pairwise(busy))], [0], dict[str, float]()
+    most_s = max(idle_s, 6 * median(gaps[1:] or gaps))
+    for place, each in enumerate(busy):
+        said = {name: value for name in (*COUNTERS, _CAP) if (value := getattr(each, name)) is not None}
+        is_new = any(value < last.get(name, value) for name, value in said.items())
+        is_new |= said.get(_CAP, 0.0) > last.get(_CAP, said.get(_CAP, 0.0))
+        cuts += [place] * (is_new or gaps[place] > most_s)
+        last = said if is_new else last | said
+    return [busy[start:end] for start, end in pairwise([*cuts, len(busy)]) if busy]
+
+
 def _series(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
     """Field, labels and value of each series of ours. Picked by name first: parsing a whole page takes 13 to 33 ms."""
     *lines, cut = text.split("\n")
     torn = _name(cut)
     for line in lines:
         name = _name(line)
-        if name not in _NAMES or (torn and name.startswith(torn)):
+        if name not in _NAMES or (torn and name.startswith(torn)) or len(line) > _LONGEST:
             continue
         with contextlib.suppress(ValueError):
             for sample in (s for family in text_string_to_metric_families(line) for s in family.samples):
                 mode = _MODES.get(sample.labels.get("mode", ""))
                 field = _SERIES.get(name) or (f"realtime_{mode}_tokens_total" if mode else "")
-                if field and math.isfinite(sample.value):
-                    yield field, sample.labels, sample.value
+                if field:
+                    yield field, sample.labels, sample.value if 0 <= sample.value < math.inf else -1.0
 
 
 def _name(line: str) -> str:
@@ -155,9 +178,9 @@ def _name(line: str) -> str:
 def _combined(series: Iterable[tuple[str, Mapping[str, str], float]]) -> dict[str, float]:
     """One value for each field, out of all its series.
 
-    Ranks that repeat each other say the same at slightly different times: the highest counts. Data-parallel ranks add
-    up, fractions excepted. A counter adds up over all other labels. A gauge with priorities has its total at "", where
-    a counter has the requests without a priority.
+    Ranks that repeat each other say the same at slightly different times: the highest counts. Data-parallel ranks and
+    models add up, fractions excepted. A counter adds up over all other labels. A gauge with priorities has its total at
+    "", where a counter has the requests without a priority. -1 is no number: none of its ranks' may be missing.
     """
     parts: dict[str, dict[tuple[str, ...], float]] = {}
     for field, labels, value in series:
@@ -165,15 +188,16 @@ def _combined(series: Iterable[tuple[str, Mapping[str, str], float]]) -> dict[st
         held[part] = max(value, held.get(part, value))
     values = {}
     for field, held in parts.items():
-        whole = [value for part, value in held.items() if not part[1] or (part[0], "") not in held]
-        values[field] = max(whole) if field.endswith(_FRACTIONS) else sum(whole)
+        whole = [value for part, value in held.items() if not part[0] or ("", *part[1:]) not in held]
+        if min(whole) >= 0:
+            values[field] = max(whole) if field.endswith(_FRACTIONS) else sum(whole)
     return values
 
 
 def _part(labels: Mapping[str, str], *, is_counter: bool) -> tuple[str, ...]:
-    """Which part of a field a series is: data-parallel rank, priority of a gauge, and of a counter all other labels."""
-    dp, priority = labels.get("dp_rank", ""), labels.get("priority", "")
+    """Which part of a field a series is: priority of a gauge, data-parallel rank, model; of a counter all labels."""
+    dp, model = labels.get("dp_rank", ""), labels.get("model_name", "")
     if not is_counter:
-        return dp, priority
+        return labels.get("priority", ""), dp, model
     own = sorted(f"{name}={value}" for name, value in labels.items() if name != "pid" and not name.endswith("_rank"))
-    return dp, "", *own
+    return "", dp, *own

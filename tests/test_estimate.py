@@ -23,6 +23,7 @@ from dfexp.estimate import (
     Lengths,
     Rows,
     Samples,
+    away,
     client_rate,
     flights_rate,
     lengths_of,
@@ -330,9 +331,30 @@ def test_a_server_that_restarts_counts_on() -> None:
 
 
 def test_a_server_that_is_away_makes_nothing() -> None:
-    times, values = steady(100.0, 5.0, 0.0, 51.0)
-    assert value(server_rate([(times, values)], 0.0, 120.0)) == pytest.approx(100.0 * 60 / 120)
-    assert value(server_rate([(times, values)], 200.0, 260.0)) == 0.0
+    server = steady(100.0, 5.0, 0.0, 51.0)
+    assert value(server_rate([away(server, 120.0)], 0.0, 120.0)) == pytest.approx(100.0 * 50 / 120)
+    assert value(server_rate([away(server, 260.0)], 200.0, 260.0)) == 0.0
+    other = steady(100.0, 5.0, 0.0, 300.0)
+    assert value(server_rate([away(server, 260.0), other], 200.0, 260.0)) == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("end_s", "expected"), [(55.0, 200.0), (60.0, 200.0), (109.0, 200.0), (112.0, None), (600, None)]
+)
+def test_a_server_whose_page_is_silent_loses_no_tokens(end_s: float, expected: float | None) -> None:
+    """Its requests may go on being answered: short silence goes on at its rate, of a long one nothing is claimed."""
+    silent, other = steady(100.0, 5.0, 0.0, 51.0), steady(100.0, 5.0, 0.0, 700.0)
+    found, rows = server_rate([silent, other], end_s - 100.0 if end_s > 100 else 0.0, end_s), ([0.0], [1.0], [1])
+    assert (found and found.value) == (expected and pytest.approx(expected))
+    if expected is None:
+        assert reconcile([silent, other], rows, end_s - 100.0, end_s, uncounted=1) is None
+
+
+def test_a_page_that_is_back_tells_what_was_made_in_silence() -> None:
+    times, values = steady(100.0, 5.0, 0.0, 201.0)
+    seen = [(at_s, made) for at_s, made in zip(times, values, strict=True) if not 50 < at_s < 150]
+    server = [at_s for at_s, _ in seen], [made for _, made in seen]
+    assert value(server_rate([server], 80.0, 140.0)) == pytest.approx(100.0)
 
 
 def test_a_server_that_says_nothing_is_not_one_that_makes_nothing() -> None:
@@ -409,6 +431,21 @@ def test_a_server_that_lost_its_requests_begins_again() -> None:
     flight.sent("c", 1000.0)
     assert flight.ages(1003.0) == pytest.approx([30])
     assert flight.tok_per_s_each == pytest.approx(10)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_answers_with_no_token_or_one_do_not_stop_the_clock(first: int) -> None:
+    flight = InFlight()
+    for key in range(50):
+        flight.sent(key, 0.0)
+    for key in range(20):
+        flight.ended(key, 10.0 + key, first)
+    flight.sent("later", 40.0)
+    for key in range(20, 40):
+        flight.ended(key, 40.0 + 20 * (key - 19), 800 + 400 * (key - 19))
+    assert flight.tok_per_s_each == pytest.approx(20.0, rel=0.1)
+    assert flight.ages(440.0)[-1] == pytest.approx(8000, rel=0.15)
+    assert flights_rate([flight]).value == pytest.approx(11 * 20.0, rel=0.1)
 
 
 @given(

@@ -155,6 +155,100 @@ def test_a_page(page: str, expected: dict[str, float]) -> None:
     assert said(PAGES[page]) == expected
 
 
+IDLE = dict.fromkeys(
+    ["num_running_reqs", "num_queue_reqs", "gen_throughput", "token_usage", "full_token_usage", "mamba_usage",
+     "mamba_used_tokens", "kv_used_tokens", "cache_hit_rate", "num_retracted_reqs"], 0.0,
+)  # fmt: skip
+IDLE |= {
+    "mamba_evictable_tokens": 3, "kv_available_tokens": 19967, "kv_evictable_tokens": 33, "max_total_num_tokens": 20000,
+    "prompt_tokens_total": 25, "generation_tokens_total": 8, "num_requests_total": 1,
+    "realtime_decode_tokens_total": 7, "realtime_prefill_tokens_total": 28,
+}  # fmt: skip
+FULL = {"token_usage": 0.6, "mamba_usage": 0.6, "mamba_used_tokens": 12}
+
+
+@pytest.mark.parametrize(
+    ("page", "differing"),
+    [
+        ("0.5.12_hybrid_idle.prom", {"mamba_available_tokens": 57251}),
+        ("0.5.23_hybrid_idle.prom", {"mamba_available_tokens": 57601}),
+        ("0.5.12_hybrid_pressure.prom",
+         {**FULL, "num_running_reqs": 6, "num_queue_reqs": 7, "gen_throughput": 29.2183930836437,
+          "full_token_usage": 0.5285714285714286, "mamba_available_tokens": 3, "mamba_evictable_tokens": 5,
+          "kv_used_tokens": 370, "kv_available_tokens": 259, "kv_evictable_tokens": 71, "max_total_num_tokens": 700,
+          "prompt_tokens_total": 62, "generation_tokens_total": 19, "num_requests_total": 2,
+          "realtime_decode_tokens_total": 192, "realtime_prefill_tokens_total": 351}),
+        ("0.5.23_hybrid_pressure.prom",
+         {**FULL, "num_running_reqs": 1, "num_queue_reqs": 18, "full_token_usage": 0.1125, "mamba_available_tokens": 5,
+          "kv_used_tokens": 225, "kv_available_tokens": 1742, "max_total_num_tokens": 2000,
+          "realtime_prefill_tokens_total": 296}),
+    ],
+)  # fmt: skip
+def test_a_hybrid_page_idle_and_full(page: str, differing: dict[str, float]) -> None:
+    assert said(PAGES[page]) == IDLE | differing
+    assert said(PAGES[page].replace("\n", "\r\n")) == IDLE | differing
+
+
+@pytest.mark.parametrize(
+    ("name", "looks", "slots", "most"),
+    [
+        ("0.5.12_hybrid_pressure", 28, 20, 6),
+        ("0.5.23_hybrid_pressure", 141, 20, 6),
+        ("0.5.23_dense_retraction", 9, 0, 4),
+    ],
+)
+def test_a_series_of_real_pages(name: str, looks: int, slots: int, most: int) -> None:
+    pages = [part.partition("\n")[2] for part in (DATA / "metrics" / f"{name}_series.txt").read_text().split("--- t=")]
+    samples = [said(page) for page in pages[1:]]
+    assert len(samples) == looks
+    assert {sum(value for key, value in each.items() if "mamba" in key and "tokens" in key) for each in samples} == {
+        slots
+    }
+    assert max(each["num_running_reqs"] for each in samples) == most
+    retracted = [each.get("num_retracted_requests_total", 0) for each in samples]
+    assert retracted == sorted(retracted)
+
+
+def test_a_sum_without_a_part_is_not_said() -> None:
+    series = 'sglang:{}{{dp_rank="{}",model_name="{}"}} {}\n'
+    page = series.format("num_running_reqs", 0, "m", 4) + series.format("num_running_reqs", 1, "m", "NaN")
+    page += series.format("num_requests_total", 0, "m", "+Inf") + series.format("num_queue_reqs", 0, "m", -1)
+    page += series.format("kv_used_tokens", 0, "m", 1e3) + series.format("kv_used_tokens", 0, "n", "2E+3")
+    page += series.format("prompt_tokens_total", 0, "m", 5) * 2 + series.format("prompt_tokens_total_total", 0, "m", 7)
+    assert said(page) == {"kv_used_tokens": 3000, "prompt_tokens_total": 5}
+
+
+def test_labels_without_end_cost_nothing() -> None:
+    page = "sglang:num_running_reqs{" + ",".join(f'a{nth}="b"' for nth in range(500_000)) + "} 3\n"
+    foreign = 'python_seconds_bucket{le="1",model_name="m"} 1.0\n' * 100_000
+    assert said(page + foreign + "sglang:token_usage 0.5\n") == {"token_usage": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("before", "running"),
+    [
+        ("\x1b[32m[2026-03-14 04:59:11 DP0 TP0]\x1b[0m ", 4),
+        ("[2026-03-14 04:59:11] \x1b[1m", 4),
+        ("(Scheduler pid=3) [2026-03-14 04:59:11 DP0 TP0] ", 4),
+        ("[2026-03-14 04:59:11] INFO scheduler.py:12: ", 4),
+        ("[2026-03-14T04:59:11 TP0 EP0] ", 4),
+        ("Loading 100%\r[2026-03-14 04:59:10] INFO: up[2026-03-14 04:59:11] ", 4),
+        ("[2026-03-14 04:59:11] Receive: obj=GenerateReqInput(text='", None),  # quoted
+        ("[2026-03-14 04:59:11] Receive: text=' #retracted_reqs: 9 ", None),
+    ],
+)
+def test_what_stands_before_a_line(before: str, running: int | None) -> None:
+    line = before + "Decode batch [7]. #running-req: 4, #token: 151, token usage: 1e-02, #queue-req: 8\r"
+    told = {
+        "num_running_reqs": 4,
+        "num_queue_reqs": 8,
+        "token_usage": 0.01,
+        "full_token_usage": 0.01,
+        "kv_used_tokens": 151,
+    }
+    assert logged(line) == (told if running else None)
+
+
 def test_ranks_repeat_each_other_and_streaming_is_a_part() -> None:
     values = said(PAGES["FIXTURE_tp2_hybrid_swa_full_label_set.prom"])
     assert (values["num_running_reqs"], values["num_queue_reqs"]) == (8, 3)
