@@ -12,7 +12,7 @@ endif
 SET_UP := @"$(PYTHON)" tools/environment.py
 BIN := .venv/bin
 VERSIONS := 0.5.12
-SGLANG_ARGS := -m "not full"
+NOT_FULL := -m "not full"
 
 .NOTPARALLEL:
 .PHONY: help demo demo-sglang lab test test-fast test-full test-openai-oldest test-sglang check format check-sglang-resolution
@@ -37,19 +37,19 @@ lab: setup ## the notebooks in JupyterLab
 		--LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
 test: check test-openai-oldest chromium ## every test that needs no network, no GPU and no SGLang
-	$(BIN)/python -m pytest --ignore=tests/sglang $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sglang $(NOT_FULL) $(PYTEST_ARGS)
 
 test-fast: dev ## the tests that take under ten seconds each, in under two minutes
-	$(BIN)/python -m pytest --ignore=tests/sglang -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sglang -m "not slow and not full" $(PYTEST_ARGS)
 
 test-full: VERSIONS := 0.5.12 0.5.23
-test-full: SGLANG_ARGS :=
+test-full: NOT_FULL :=
 test-full: check-sglang-resolution test test-sglang ## all of it; needs the package index
 
 test-sglang: dev ## real SGLang servers on the CPU, of each of VERSIONS="0.5.12 0.5.23" (the first alone unless given)
 	@folders= && for version in $(VERSIONS); do \
 		folders="$$folders:$$("$(PYTHON)" tools/environment.py sglang-cpu "$$version")" || exit 1; done && \
-		DFEXP_SGLANG="$${folders#:}" $(BIN)/python -m pytest tests/sglang $(SGLANG_ARGS) $(PYTEST_ARGS)
+		DFEXP_SGLANG="$${folders#:}" $(BIN)/python -m pytest tests/sglang $(NOT_FULL) $(PYTEST_ARGS)
 
 test-openai-oldest: dev ## the client and the run against the oldest openai that is supported
 	@venv=$$("$(PYTHON)" tools/environment.py oldest) && \
