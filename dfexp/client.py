@@ -269,9 +269,8 @@ def _joined_text(message: Mapping[str, Any]) -> tuple[str, list[str]]:
     thought = message.get("reasoning_content") or message.get("reasoning")
     for part in (content, thought):
         if part is not None and not isinstance(part, str):
-            raise BadAnswer(
-                f"HTTP 200 whose text is {type(part).__name__}, not a string: {_cut(repr(part))}", status=200
-            )
+            kind = type(part).__name__
+            raise BadAnswer(f"HTTP 200 whose text is {kind}, not a string: {_cut(repr(part))}", status=200)
     if not thought:
         return content or "", []
     return f"<think>\n{thought.strip()}\n</think>\n\n{(content or '').lstrip()}", ["reasoning_rejoined"]

@@ -145,11 +145,9 @@ def prepare(plan: PlanGroup, texts: list[str]) -> Prepared:
     Raises CapacityError, UnsupportedModel, UnknownGpu, FlagsRefused.
     """
     assert plan.model, "plan_of has filled it in"
-    flags = plan.flags or {}
     model = load_model(plan.model, weights_gib=plan.weights_gib, weight_dtype=plan.weight_dtype)
-    server = Server(
-        shape=model.shape, weight_dtype=model.weight_dtype, gpu=find_gpu(plan.gpu), flags=parse_flags(flags)
-    )
+    flags, gpu = plan.flags or {}, find_gpu(plan.gpu)
+    server = Server(shape=model.shape, weight_dtype=model.weight_dtype, gpu=gpu, flags=parse_flags(flags))
     completions = plan.prompts or len(texts)
     if not completions:
         raise CapacityError("plan.prompts is not given, and no prompts were counted; say how many completions to make.")
@@ -159,9 +157,8 @@ def prepare(plan: PlanGroup, texts: list[str]) -> Prepared:
     limit = float(server.context_length)
     prompt = _lengths(plan.prompt, limit)
     completion = _lengths(plan.completion, max(1.0, limit - prompt.mean))
-    load = workload.Workload(
-        prompt=prompt, completion=completion, max_tokens=plan.max_tokens, shared_prefix_share=share
-    )
+    most = plan.max_tokens
+    load = workload.Workload(prompt=prompt, completion=completion, max_tokens=most, shared_prefix_share=share)
     setting = Setting(
         server=server,
         rules=rules(plan.sglang_version),
@@ -203,10 +200,9 @@ def _lengths(part: LengthPart, limit: float) -> workload.Lengths:
 
 def _free(plan: PlanGroup, model: Model, server: Server) -> Free:
     """Free memory before and after loading, measured where it was, else from the GPU's total and the weights."""
-    pre_gib = plan.free_gib if plan.free_gib is not None else server.gpu.free_gib
+    pre_gib = plan.free_gib or server.gpu.free_gib
     weights_gib = model.weights_bytes / server.flags.tp_size / GIB
-    post_gib = plan.free_after_load_gib if plan.free_after_load_gib is not None else pre_gib - weights_gib
-    return Free(pre_gib=pre_gib, post_gib=post_gib)
+    return Free(pre_gib=pre_gib, post_gib=plan.free_after_load_gib or pre_gib - weights_gib)
 
 
 def _efficiency(plan: PlanGroup, server: Server, load: workload.Workload) -> Efficiency:

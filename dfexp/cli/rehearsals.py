@@ -46,9 +46,8 @@ def rehearsal(args: argparse.Namespace) -> int:
                 lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
                 group = spec.report.model_copy(update={"compare": [each.spec.run for each in finished]})
                 finished.append(variant)
-                tell(
-                    f"report: {notebook.execute('04_report', spec.model_copy(update={'report': group}), folder, root)}"
-                )
+                shown = spec.model_copy(update={"report": group})
+                tell(f"report: {notebook.execute('04_report', shown, folder, root)}")
             except DfexpError as error:  # the other variants tell all the same
                 outcome = told(f"{variant.name}: {error}", EXIT_FAILED)
             except KeyboardInterrupt:  # those before it tell all the same

@@ -103,12 +103,10 @@ class LlamacppEngine(Engine):
         config |= {"slots": self.group.max_running_requests, "context_length": self.group.context_length}
         path = folder.path / f"server-{port}.json"
         write_atomic(path, json.dumps(config).encode(), mode=0o600)
-        name = address(self.group.host, port)
+        name, log = address(self.group.host, port), str(folder.logs / f"server-{port}.log")
         command = (sys.executable, "-P", "-m", "dfexp.engines.llamacpp_server", str(path))
         env = {"GOMP_SPINCOUNT": "1000"}  # spinning barriers would make every thread wait for a busy core
-        return Server(
-            name=name, url=f"http://{name}", argv=command, env=env, log=str(folder.logs / f"server-{port}.log")
-        )
+        return Server(name=name, url=f"http://{name}", argv=command, env=env, log=log)
 
     @functools.cached_property
     def _model(self) -> Path:

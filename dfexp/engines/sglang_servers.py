@@ -80,9 +80,8 @@ class SglangServersEngine(Engine):
             name, log = address(group.host, port), str(folder.logs / f"server-{port}.log")
             more = self.private(folder, port, at[index] if at else index)
             argv = (*self.command(port), "--config", str(config), *more, *flags)
-            servers.append(
-                Server(name=name, url=f"http://{name}", argv=argv, env=self.env(names), log=log, version=version)
-            )
+            env, url = self.env(names), f"http://{name}"
+            servers.append(Server(name=name, url=url, argv=argv, env=env, log=log, version=version))
         return servers
 
     def named(self, port: int) -> tuple[str, ...]:
