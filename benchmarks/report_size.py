@@ -1,4 +1,5 @@
-"""What a report of a long run takes: the time and the memory of 04_report, and of what it is made of.
+"""What a report of a long run takes: the time and the memory of 04_report, of what it is made of, and of a comparison
+of two such runs.
 
     python benchmarks/report_size.py [--rows 654676] [--hours 62] [--token-bytes 4] [--folder FOLDER]
 
@@ -38,12 +39,13 @@ from dfexp.layout import RunFolder
 from dfexp.params import ReportGroup
 began = time.perf_counter()
 data = report.load(RunFolder(Path(sys.argv[1])))
+others = report.compared(data, sys.argv[2:], Path.cwd())
 loaded = time.perf_counter()
-report.write(data, ReportGroup(), Path.cwd())
+report.write(data, ReportGroup(), Path.cwd(), others)
 written = time.perf_counter()
 for draw in (figures.throughput, figures.gap, figures.in_flight, figures.usages, figures.usages_by_running,
-             figures.lengths, figures.latencies):
-    draw(data)._repr_mimebundle_()
+             figures.lengths, figures.latencies, lambda data: figures.compared(data, others)):
+    (chart := draw(data)) and chart._repr_mimebundle_()
 print(f"load {loaded - began:.1f} s, tables {written - loaded:.1f} s, figures {time.perf_counter() - written:.1f} s")
 """
 
@@ -109,6 +111,12 @@ def build(folder: RunFolder, number: int, hours: float, token_bytes: int) -> Non
         log.append(sample.to_json() for sample in samples(hours, total / hours / 3600))
 
 
+def _busy_s() -> float:
+    """CPU seconds of the processes that have ended: what other programs on the machine do changes them little."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Build, measure, print."""
     parser = argparse.ArgumentParser()
@@ -131,14 +139,14 @@ def main() -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         for name, command in (
             ("parts", [sys.executable, "-c", PARTS, str(folder.path)]),
+            ("parts, of two runs", [sys.executable, "-c", PARTS, str(folder.path), str(folder.path)]),
             ("dfexp report", [sys.executable, "-m", "dfexp.cli", "report", "outputs/size"]),
         ):
-            began = time.perf_counter()
+            began, busy_s = time.perf_counter(), _busy_s()
             subprocess.run(command, cwd=root, env=environment, check=True)
             most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-            print(
-                f"{name}: {time.perf_counter() - began:.1f} s in all, at most {most:.2f} GiB in one process", flush=True
-            )
+            took = f"{time.perf_counter() - began:.1f} s in all, {_busy_s() - busy_s:.1f} s of them on a core"
+            print(f"{name}: {took}, at most {most:.2f} GiB in one process so far", flush=True)
 
 
 if __name__ == "__main__":

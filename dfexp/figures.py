@@ -23,6 +23,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7
 """After Okabe and Ito; their yellow and black are left out for contrast on white."""
 
 _PARTS = {"client": "finished (client)", "in_flight": "growth in flight", "unexplained": "unexplained"}
+_HEIGHT = 400
 _POINTS, _BESIDE = 1500, 5  # of a cloud; series, above which their names do not fit into a line
 _SERVERS = 8  # more have more colours than eyes tell apart
 _REASONS = {"stop": ("#0072B2", "ended by itself (stop)"), "length": ("#D55E00", "cut (length)")}
@@ -35,10 +36,10 @@ _AXIS = {
 _LAYOUT = {
     "font": {"family": "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif", "size": 13, "color": "#222"},
     "title": {
-        "x": 0, "xref": "paper", "xanchor": "left", "yref": "container", "y": 0.965, "yanchor": "top",
+        "x": 0, "xref": "paper", "xanchor": "left", "yref": "container", "yanchor": "top",
         "font": {"size": 17}, "subtitle": {"font": {"size": 12.5, "color": "#555"}},
     },
-    "colorway": PALETTE, "paper_bgcolor": "white", "plot_bgcolor": "white", "height": 400, "bargap": 0,
+    "colorway": PALETTE, "paper_bgcolor": "white", "plot_bgcolor": "white", "height": _HEIGHT, "bargap": 0,
     "margin": {"l": 70, "r": 24, "t": 96, "b": 92}, "xaxis": _AXIS, "yaxis": _AXIS, "hovermode": "closest",
     "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom"},
 }  # fmt: skip
@@ -234,7 +235,9 @@ def compared(data: report.RunData, others: Mapping[str, report.RunData | str]) -
 
 def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y: str) -> Chart:
     """Title, axes, legend and source line, in the one style of all figures."""
-    words = {"title": {"text": title, "subtitle": {"text": subtitle}}, "xaxis_title_text": x, "yaxis_title_text": y}
+    top = 1 - 14 / (figure.layout.height or _HEIGHT)  # 14 pixels below the edge
+    words = {"title": {"text": title, "y": top, "subtitle": {"text": subtitle}}, "xaxis_title_text": x}
+    words["yaxis_title_text"] = y
     named = sum(part.showlegend is not False for part in figure.data)
     legend = {"orientation": "v", "x": 1.02, "y": 1.0, "yanchor": "top"} if named > _BESIDE else {}
     figure.update_layout(template={"layout": _LAYOUT}, showlegend=named > 1, legend=legend, **words)

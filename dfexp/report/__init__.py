@@ -63,7 +63,8 @@ def conclusion(data: RunData, made: Mapping[str, Table]) -> str:
     parts.append(f"In the {busy} with requests in flight the client got **{got}** of them a second.")
     for line in made["baselines"].rows:
         share = "not known" if line["share"] is None else labelled(f"{line['share']:.1%}", data.engine)
-        parts.append(f"Share of the rate of {line['baseline']}: {share}; what was expected: {line['verdict']}.")
+        verdict = f"; what was expected: {line['verdict']}" if line["verdict"] != "-" else ""
+        parts.append(f"Share of the rate of {line['baseline']}: {share}{verdict}.")
     for line in made["findings"].rows[:3]:
         name = f"{line['finding'][0].upper()}{line['finding'][1:]}"
         parts.append(f"**{name}**: {line['evidence']} {line['change'].strip('-')}")

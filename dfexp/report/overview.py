@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from dfexp import params
-from dfexp.capacity.plan_command import predicted
-from dfexp.capacity.planner import make_plan
 from dfexp.diagnose import Finding, Planned
 from dfexp.errors import DfexpError
+from dfexp.generate.status import planned as planned_for
 from dfexp.layout import RunFolder
 from dfexp.params import BaselinePart
 from dfexp.records import SIMULATED
@@ -68,7 +67,7 @@ def _rows(data: RunData) -> Iterator[Line]:
     yield "done", len(rows), "rows", "completions on disk"
     yield "failed", len(data.failures), "rows", "will not succeed; kinds and the servers' words below"
     yield "missing", data.missing, "rows", "neither done nor failed yet"
-    yield "on S3", None, "shards", "no store: the run's folder is the only copy"
+    yield "on S3", None, "shards", "not uploaded: no store; the run's folder is the only copy"
     yield "rows sent more than once", int((rows["attempt"] > 1).sum()), "rows", "done at a later attempt"
     yield "server outages", outages, "", "a server died or stopped answering, by events.jsonl"
 
@@ -109,6 +108,8 @@ def mean_tokens(data: RunData) -> tuple[float, str]:
 
 def time_left(data: RunData) -> tuple[float, str, str]:
     """Seconds until all rows are done, their unit, and who says so."""
+    if not data.missing:
+        return 0.0, "s", "no row is missing"
     status, rate, said = data.status or {}, steady(data).decoded, ""
     if data.is_going and status.get("eta_s") is not None:
         ends = " to ".join(duration(status.get(f"eta_{end}_s")) for end in ("low", "high"))
@@ -117,7 +118,7 @@ def time_left(data: RunData) -> tuple[float, str, str]:
         if here >= status["asked"] - status["done"] - status["failed"]:
             return float(status["eta_s"]), "s", said
         said = f". This start ends before: it has {here:,} of them, {said}"
-    left_s = data.missing * mean_tokens(data)[0] / rate if data.missing and rate > 0 else nan if data.missing else 0.0
+    left_s = data.missing * mean_tokens(data)[0] / rate if rate > 0 else nan
     how = f"{duration(left_s)}: all {data.missing:,} missing rows, of the mean length, decoded as fast as above"
     return left_s, "s", how + said
 
@@ -125,10 +126,7 @@ def time_left(data: RunData) -> tuple[float, str, str]:
 def planned(data: RunData, root: Path) -> Planned | None:
     """What the capacity model says of a server of this run; None without a plan, or with one that cannot be."""
     with suppress(DfexpError):
-        spec = params.validate(data.run["spec"], str(data.folder.run_json))
-        known = {"prompts": data.asked} if spec.planned and spec.planned.prompts is None else {}
-        prepared, _ = predicted(spec, root, **known)
-        return Planned(setting=prepared.setting, plan=make_plan(prepared.setting)) if prepared else None
+        return planned_for(params.validate(data.run["spec"], str(data.folder.run_json)), root, data.asked)
     return None
 
 
@@ -230,9 +228,9 @@ def comparison(data: RunData, others: Mapping[str, RunData | str]) -> Table:
     values = [{line["what"]: line["value"] for line in summary(run).rows} for run in runs] if runs[1:] else []
     sources, windows = [measured_by(run) for run in runs], [steady(run).words for run in runs]
     for line in summary(data).rows if runs[1:] else ():
-        what, is_decoded = line["what"], str(line["what"]).startswith("decoded")
-        cells = [value.get(what) for value in values]
-        is_alike = not is_decoded or sources[0] == sources[-1]
+        what, cells = line["what"], [value.get(line["what"]) for value in values]
+        is_alike = what not in ("growth in flight", "unexplained")  # near zero: how often says nothing
+        is_alike &= not what.startswith("decoded") or sources[0] == sources[-1]
         ratio = cells[-1] / cells[0] if cells[0] and cells[-1] and is_alike else None
         rows: list[tuple[Any, Any, Sequence[Any], float | None]] = [(what, line["unit"], cells, ratio)]
         if what == "decoded, fleet":
