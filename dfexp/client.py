@@ -15,7 +15,6 @@ import ssl
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -57,19 +56,6 @@ _TOO_LONG = re.compile(
     r"|input length .{0,20}exceeds",
     re.I | re.S,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a refusal says: tokens of the prompt and of the context."""
-
-    prompt: int
-    context: int
-
-    @property
-    def room(self) -> int:
-        """Tokens left for an answer; zero or less when the prompt fills the context."""
-        return self.context - self.prompt
 
 
 def first_max_tokens(messages: Sequence[Message], context_length: int | None, cap: int | None) -> int | None:
@@ -188,9 +174,9 @@ class ServerClient:
         try:
             return await self._once(messages, first, timeout_s, sampling or {})
         except _SizesNamed as refusal:
-            if refusal.sizes.room < 1:
+            if refusal.room < 1:
                 raise PromptTooLong(str(refusal), status=refusal.status) from None
-            fitted = refusal.sizes.room if max_tokens is None else min(max_tokens, refusal.sizes.room)
+            fitted = refusal.room if max_tokens is None else min(max_tokens, refusal.room)
             if fitted == first:
                 raise Refused(str(refusal), status=refusal.status) from None
         try:
@@ -224,11 +210,14 @@ class ServerClient:
 
 
 class _SizesNamed(RequestError):
-    """A refusal that names the sizes of prompt and context; never leaves this module."""
+    """A refusal that names the sizes of prompt and context; never leaves this module.
 
-    def __init__(self, message: str, *, status: int, sizes: Sizes) -> None:
+    `room`: tokens left for an answer; zero or less when the prompt fills the context.
+    """
+
+    def __init__(self, message: str, *, status: int, room: int) -> None:
         super().__init__(message, status=status)
-        self.sizes = sizes
+        self.room = room
 
 
 def _read(reply: object, max_tokens: int | None, submitted_at: float, latency_s: float) -> Answer:
@@ -300,23 +289,23 @@ def _raise_for_status(error: openai.APIStatusError) -> NoReturn:
     retry_after_s = _retry_after_s(error.response.headers.get("retry-after"))
     sizes = context_sizes(words, error.body)
     if sizes is not None and status in (400, 413, 422, 500):
-        raise _SizesNamed(words, status=status, sizes=sizes) from error
+        raise _SizesNamed(words, status=status, room=sizes[1] - sizes[0]) from error
     if status in (400, 413, 422, 500) and _TOO_LONG.search(words):
         raise PromptTooLong(words, status=status) from error
     raise of_status(status, words, retry_after_s) from error
 
 
-def context_sizes(words: str, body: object = None) -> Sizes | None:
-    """The sizes of prompt and context that a refusal names: in fields (llama.cpp) or in words (SGLang, vLLM)."""
+def context_sizes(words: str, body: object = None) -> tuple[int, int] | None:
+    """Tokens of prompt and context that a refusal names: in fields (llama.cpp) or in words (SGLang, vLLM)."""
     fields = body.get("error", body) if isinstance(body, Mapping) else None
     if isinstance(fields, Mapping):
         prompt, context = fields.get("n_prompt_tokens"), fields.get("n_ctx")
         if isinstance(prompt, int) and isinstance(context, int):
-            return Sizes(prompt, context)
+            return prompt, context
     for pattern in _SIZES:
         match = pattern.search(words)
         if match:
-            return Sizes(int(match["prompt"]), int(match["context"]))
+            return int(match["prompt"]), int(match["context"])
     return None
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
 from dfexp import errors
-from dfexp.client import ServerClient, Sizes, context_sizes, first_max_tokens
+from dfexp.client import ServerClient, context_sizes, first_max_tokens
 from dfexp.records import Answer
 from tests.scripted_server import Cut, Hang, Raw, Script, ScriptedServer, chat, error
 
@@ -248,15 +248,15 @@ def test_short_prompts_lose_little_room_and_long_ones_are_tried_with_hope() -> N
 @pytest.mark.parametrize(
     ("words", "sizes"),
     [
-        (OVER, Sizes(300, 8192)),
-        ("The input (9012 tokens) is longer than the model's context length (8192 tokens).", Sizes(9012, 8192)),
+        (OVER, (300, 8192)),
+        ("The input (9012 tokens) is longer than the model's context length (8192 tokens).", (9012, 8192)),
         ("This model's maximum context length is 4096 tokens. However, you requested 5000 tokens (1000 in the "
-         "messages, 4000 in the completion).", Sizes(1000, 4096)),
+         "messages, 4000 in the completion).", (1000, 4096)),
         ("'max_tokens' or 'max_completion_tokens' is too large: 8000. This model's maximum context length is 8192 "
-         "tokens and your request has 500 input tokens (8000 > 8192 - 500).", Sizes(500, 8192)),
-        ("request (5000 tokens) exceeds the available context size (2048 tokens)", Sizes(5000, 2048)),
+         "tokens and your request has 500 input tokens (8000 > 8192 - 500).", (500, 8192)),
+        ("request (5000 tokens) exceeds the available context size (2048 tokens)", (5000, 2048)),
         ("temperature must be at most 2", None),
     ],
 )  # fmt: skip
-def test_sizes_are_read_from_the_words_of_several_servers(words: str, sizes: Sizes | None) -> None:
+def test_sizes_are_read_from_the_words_of_several_servers(words: str, sizes: tuple[int, int] | None) -> None:
     assert context_sizes(words) == sizes
