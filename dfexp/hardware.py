@@ -165,10 +165,11 @@ def held_bytes(names: Collection[str]) -> int | None:
     return sum(gpu.used_bytes for gpu in now.gpus if {str(gpu.index), gpu.uuid} & set(names)) if now.gpus else None
 
 
-_THROTTLES = (
+_CLOCKS = (
     *("gpu idle", "application clocks", "power cap", "hardware slowdown", "sync boost", "thermal"),
     *("hardware thermal", "power brake", "display clocks"),
 )  # what the bits of a GPU's clock event reasons mean, from the lowest one on
+_FAULTS = frozenset(("hardware slowdown", "thermal", "hardware thermal", "power brake"))  # the rest is as it is set up
 
 
 class GpuMeter:
@@ -193,7 +194,8 @@ class GpuMeter:
         """What each GPU does now, as a line of metrics.jsonl; what its driver does not tell is left out.
 
         `gpu` is its index, `at` seconds since the Unix epoch, `utilization` (0-1) the share of the time in which
-        anything ran there, `throttle_reasons` why its clocks are lower than they could be.
+        anything ran there. Why its clocks are lower than they could be: `throttle_reasons` are faults of cooling and
+        power supply; `clock_limits` are as it should be, such as "gpu idle", and the "power cap" that work runs into.
         """
         return [self._line(*device) for device in self._devices]
 
@@ -202,12 +204,15 @@ class GpuMeter:
         with contextlib.suppress(nvml.NVMLError):
             line["utilization"] = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
         with contextlib.suppress(nvml.NVMLError):
-            line["memory_used_bytes"] = nvml.nvmlDeviceGetMemoryInfo(device).used
+            memory = nvml.nvmlDeviceGetMemoryInfo(device)
+            line |= {"memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
         with contextlib.suppress(nvml.NVMLError):
             line["power_w"] = nvml.nvmlDeviceGetPowerUsage(device) / 1000
         with contextlib.suppress(nvml.NVMLError):
             line["sm_clock_mhz"] = nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM)
         with contextlib.suppress(nvml.NVMLError):
             bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
-            line["throttle_reasons"] = [words for place, words in enumerate(_THROTTLES) if bits >> place & 1]
+            said = [words for place, words in enumerate(_CLOCKS) if bits >> place & 1]
+            line["throttle_reasons"] = [words for words in said if words in _FAULTS]
+            line["clock_limits"] = [words for words in said if words not in _FAULTS]
         return line

@@ -16,6 +16,7 @@ from typing import IO, Any, Self
 
 from dfexp.errors import CorruptShardError, StorageError
 
+_TAIL_BYTES = 2**20  # of samples: those of many minutes, of which a disk has the first
 _ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
@@ -166,7 +167,10 @@ class AppendLog:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             undo.callback(self.close)
             with open(self._fd, "rb", closefd=False) as file:
-                self.size = sum(map(len, whole_lines(file)))
+                # Of what may be lost only the end can be torn, and the rest may be large.
+                self.size = 0 if durable else file.seek(max(0, os.fstat(self._fd).st_size - _TAIL_BYTES))
+                self.size += len(file.readline()) if self.size else 0  # from the middle of a line
+                self.size += sum(map(len, whole_lines(file)))
             self.cut_bytes = os.fstat(self._fd).st_size - self.size
             if self.cut_bytes:
                 tail = os.pread(self._fd, 40, self.size)

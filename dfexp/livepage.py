@@ -37,7 +37,9 @@ def line(status: Mapping[str, Any] | None) -> str:
         parts.append(f"{len(away)} of {len(status['servers'])} servers away ({away[0]['name']}: {away[0]['state']})")
     if is_running and status["eta_s"] is not None:
         low, high = duration(status["eta_low_s"]), duration(status["eta_high_s"])
-        parts.append(f"about {duration(status['eta_s'])}{_time(status)} left ({low} to {high})")
+        parts.append(f"about {duration(status['eta_s'])}{_time(status)} left{_of_start(status)} ({low} to {high})")
+        if status.get("rows_of_later_starts") and status["whole_eta_s"] is not None:
+            parts.append(f"of all rows {duration(status['whole_eta_s'])}")
     if (rollout := status.get("rollout")) and rollout["state"] not in FINAL:
         parts.append(str(rollout["text"]))
     if is_running and status["findings"]:
@@ -65,7 +67,8 @@ def html(status: Mapping[str, Any] | None) -> str:
     if status["servers"]:
         window = f"tok/s: last {duration(status['window_s'])}{_time(status)}"
         note = (
-            f"{window}, decoded as the server counts, else of whole answers; answers, errors, restarts: since the start"
+            f"{window}, decoded as the server counts, or of whole answers as the client does; "
+            "answers, errors, restarts: since the start"
         )
         servers = rows_html([_server(server) for server in status["servers"]])
         parts.append(f"<div style='margin-top:10px'>{servers}<div style='opacity:.7;font-size:12px'>{note}</div></div>")
@@ -83,6 +86,11 @@ def _state(status: Mapping[str, Any]) -> str:
 def _time(status: Mapping[str, Any]) -> str:
     """What to add to seconds that are not real ones."""
     return " of simulated time" if status.get("engine") == SIMULATED else ""
+
+
+def _of_start(status: Mapping[str, Any]) -> str:
+    """Which rows a time left is of, where others are left for later."""
+    return f" of this start's {status['rows_of_start']:,} rows" if status.get("rows_of_later_starts") else ""
 
 
 def _bar(status: Mapping[str, Any]) -> str:
@@ -105,8 +113,10 @@ def _facts(status: Mapping[str, Any]) -> str:
     is_running, mean, clock = status["state"] == "running", status["mean_completion_tokens"], _time(status)
     decoded, low, high = (status["server_tok_per_s"], *map(duration, (status["eta_low_s"], status["eta_high_s"])))
     bounds = mean and f"{text(round(mean['low']))} to {text(round(mean['high']))}, in flight included"
+    whole = [duration(status.get(f"whole_eta_{name}s")) for name in ("", "low_", "high_")]
     facts = (
-        (is_running, duration(status["eta_s"]), f"left{clock}<br>{low} to {high}"),
+        (is_running, duration(status["eta_s"]), f"left{clock}{_of_start(status)}<br>{low} to {high}"),
+        (is_running and status.get("rows_of_later_starts"), whole[0], f"left of all rows<br>{whole[1]} to {whole[2]}"),
         (is_going and decoded is not None, text(decoded), f"tok/s decoded<br>servers, {window}"),
         (is_going, text(float(status["client_tok_per_s"])), f"tok/s of whole answers<br>client, {window}"),
         (is_going, text(float(status["rows_per_s"])), f"completions/s<br>client, {window}"),
@@ -165,6 +175,7 @@ def _server(server: Mapping[str, Any]) -> dict[str, Any]:
         "KV usage": kv,
         "state usage": state,
         "tok/s": _rounded(server["client_tok_per_s"] if decoded is None else decoded),
+        "by": "client" if decoded is None else "server",
         "in flight": f"{server['in_flight']:,} / {server['limit']:,}",
         "answers": server["done"],
         "errors": server["errors"],

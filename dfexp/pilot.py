@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from dfexp.report import load, split_thought
 from dfexp.report.data import RunData
 from dfexp.report.overview import off_plan, planned
 from dfexp.report.series import steady
+from dfexp.shards import read_rows
 from dfexp.tables import duration, labelled, text
 
 _EXAMPLES, _MORE = 10, 1.1
@@ -35,7 +37,10 @@ def write(folder: RunFolder, root: Path, sample: Sequence[int], seed: int) -> tu
     Tokens are those of answers; times and rates are those of the simulated time where servers are simulated. The rate
     is that of all rows so far, in the run's steady state. Raises StorageError.
     """
-    data = load(folder, examples=_EXAMPLES, seed=seed)
+    data = load(folder, examples=0)
+    done = data.rows.loc[data.rows["index"].isin(sample), "index"].tolist()
+    shown = random.Random(seed).sample(done, min(_EXAMPLES, len(done)))  # noqa: S311 (a draw, no secret)
+    examples = [row for row in read_rows(folder.completions) if row["index"] in shown]
     model = planned(data, root)
     facts, findings = _facts(data, model, sample), [asdict(each) for each in off_plan(data, model)]
     missing = len(sample) - facts["done"] - sum(facts["failed"].values())
@@ -45,9 +50,9 @@ def write(folder: RunFolder, root: Path, sample: Sequence[int], seed: int) -> tu
     lines += [f"- FINDING, {each['kind']}: {each['evidence']} Change: {each['change']}" for each in findings]
     note = "In brackets: 95 % of the chance. A rate is told at what was in flight, and extrapolated to all slots."
     title = f"# {labelled(f'Pilot of run {folder.name}', data.engine)}"
-    page = "\n".join((title, "", *lines, "", note, "", *map(_example, data.examples)))
+    page = "\n".join((title, "", *lines, "", note, "", *map(_example, examples)))
     folder.report.mkdir(parents=True, exist_ok=True)
-    write_json(folder.report / "pilot.json", {**facts, "findings": findings, "examples": list(data.examples)})
+    write_json(folder.report / "pilot.json", {**facts, "findings": findings, "examples": examples})
     write_atomic(folder.report / "pilot.md", page.encode("utf-8", "replace"))
     return page, missing
 

@@ -9,6 +9,7 @@ _REPEATED = re.compile(r"(.{1,12}?)\1{11,}", re.DOTALL)  # a token or a short ph
 _LEAST_CHARACTERS = 24  # shorter answers say too little about the server
 _LEAST_TOKENS = 4  # fewer may be the end of an answer that has nothing to say
 _REPEATED_SHARE, _PACKED_SHARE = 0.9, 0.04
+_PIECES, _PIECE = 8, 24  # of a text, and the characters of one
 
 
 def garbage(text: str, completion_tokens: int | None) -> str | None:
@@ -19,7 +20,7 @@ def garbage(text: str, completion_tokens: int | None) -> str | None:
     said = text.strip()
     if not said and (completion_tokens or 0) >= _LEAST_TOKENS:
         return f"no text for {completion_tokens} tokens"
-    if len(said) < _LEAST_CHARACTERS:
+    if len(said) < _LEAST_CHARACTERS or not _comes_again(said):
         return None
     found = max(_REPEATED.finditer(said), key=lambda one: one.end() - one.start(), default=None)
     if found is not None and found.end() - found.start() >= _REPEATED_SHARE * len(said):
@@ -28,3 +29,11 @@ def garbage(text: str, completion_tokens: int | None) -> str | None:
     if len(packed) < _PACKED_SHARE * len(said):
         return f"{len(said)} characters with the content of {len(packed)}"
     return None
+
+
+def _comes_again(said: str) -> bool:
+    """Whether half of some pieces are in the text twice, as in all garbage and seldom elsewhere: a quick first look."""
+    size = min(_PIECE, len(said) // 4)
+    places = [place * (len(said) - size) // (_PIECES - 1) for place in range(_PIECES)]
+    again = [said.find(piece := said[at : at + size]) < at or said.find(piece, at + 1) > at for at in places]
+    return 2 * sum(again) >= _PIECES

@@ -11,6 +11,8 @@ from typing import Any
 
 SIMULATED = "simulated"
 """The engine, and the flag of its rows, by which a training set can refuse them."""
+GARBAGE = "garbage"
+"""The flag of rows whose text is none, as `dfexp.quality.garbage` has it."""
 Message = Mapping[str, Any]
 """One chat message as the OpenAI schema has it: `role`, `content`."""
 

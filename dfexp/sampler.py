@@ -7,6 +7,7 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Sampler:
         now: the run's clock.
         limits: tells a server's, since no page of metrics has its cap.
         taken: called with each sample.
+        guard: where a part may fail alone, and be told of.
         recent: the samples of each server, oldest first, their `at` by the run's clock.
 
     """
@@ -43,6 +45,7 @@ class Sampler:
     now: Callable[[], float]
     limits: Callable[[str], ServerLimits]
     taken: Callable[[EngineSample], object]
+    guard: Callable[[str], AbstractContextManager[None]]
     recent: defaultdict[str, deque[EngineSample]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_MOST))
     )
@@ -55,13 +58,18 @@ class Sampler:
         # Threads of its own: health checks of servers that hang would keep all shared ones busy.
         threads, writer = ThreadPoolExecutor(len(servers)), ThreadPoolExecutor(1)
         try:
-            meter = await loop.run_in_executor(writer, GpuMeter, gpus)
+            meter = GpuMeter(())
+            with self.guard("GPUs"):
+                meter = await loop.run_in_executor(writer, GpuMeter, gpus)
             while True:
                 began = loop.time()
-                asked = [self._take(name, loop.run_in_executor(threads, self._ask, name)) for name in names]
-                devices = loop.run_in_executor(writer, meter.lines)
-                lines = [each.to_json() for each in await asyncio.gather(*asked) if each is not None]
-                await loop.run_in_executor(writer, self._write, lines + await devices)
+                with self.guard("samples"):
+                    devices = loop.run_in_executor(writer, meter.lines)
+                    asked = [self._take(name, loop.run_in_executor(threads, self._ask, name)) for name in names]
+                    lines = [each.to_json() for each in await asyncio.gather(*asked) if each is not None]
+                    with self.guard("GPUs"):
+                        lines += await devices
+                    await loop.run_in_executor(writer, self._write, lines)
                 await asyncio.sleep(max(0.0, began + self.interval_s - loop.time()))
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
@@ -76,16 +84,18 @@ class Sampler:
 
     async def _take(self, name: str, asked: asyncio.Future[EngineSample | None]) -> EngineSample | None:
         """Keep one server's sample as soon as it is there; returns it as it is to be written."""
-        sample, limits, kept = await asked, self.limits(name), self.recent[name]
-        if sample is None:
-            return None
-        cap = limits.max_running_requests if sample.max_running_requests is None else sample.max_running_requests
-        sample = replace(sample, max_running_requests=cap)
-        kept.append(replace(sample, at=self.now()))
-        while len(kept) > _LEAST and kept[0].at < kept[-1].at - KEPT_S:
-            kept.popleft()
-        self.taken(kept[-1])
-        return sample
+        with self.guard(f"samples of {name}"):
+            sample, limits, kept = await asked, self.limits(name), self.recent[name]
+            if sample is None:
+                return None
+            cap = limits.max_running_requests if sample.max_running_requests is None else sample.max_running_requests
+            sample = replace(sample, max_running_requests=cap)
+            kept.append(replace(sample, at=self.now()))
+            while len(kept) > _LEAST and kept[0].at < kept[-1].at - KEPT_S:
+                kept.popleft()
+            self.taken(kept[-1])
+            return sample
+        return None
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         with contextlib.suppress(ShardError, OSError):

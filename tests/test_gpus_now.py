@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.http_stub import Quiet, serving
+
 NVML = """
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +30,7 @@ int nvmlDeviceGetCount_v2(U *count) { *count = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(U index, void **device) { *device = index ? &second : &first; return 0; }
 int nvmlDeviceGetName(void *device, char *name, U size) { strcpy(name, "NVIDIA Made Up"); return 0; }
 int nvmlDeviceGetUUID(void *device, char *uuid, U size) {
-    strcpy(uuid, device == &first ? "GPU-a" : "GPU-b"); return 0;
+    strcpy(uuid, getenv("BROKEN") ? "\\xff" : device == &first ? "GPU-a" : "GPU-b"); return 0;
 }
 int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) { *major = 12; *minor = 1; return 0; }
 int nvmlDeviceGetMemoryInfo(void *device, L *sizes) {
@@ -45,7 +47,9 @@ int nvmlDeviceGetMigMode(void *device, U *now, U *later) {
 int nvmlDeviceGetUtilizationRates(void *device, U *rates) { rates[0] = 97; rates[1] = 40; return 0; }
 int nvmlDeviceGetPowerUsage(void *device, U *milliwatts) { *milliwatts = 351500; return device == &first ? 0 : 3; }
 int nvmlDeviceGetClockInfo(void *device, U kind, U *mhz) { *mhz = kind == 1 ? 2407 : 0; return 0; }
-int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, L *bits) { *bits = 4 + 64; return 0; }
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, L *bits) {
+    *bits = device == &first ? 1 : 4 + 64; return 0;
+}
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, U *count, Process *found) {
     if (device == &first) return 4;  /* no permission */
     U room = *count; *count = 2;
@@ -98,7 +102,44 @@ if sys.argv[3] == "freed":
     open(used, "w").write("1")
 print("\\n".join(fleet.down(drain_s=0)))
 """
+SAMPLE = """
+import asyncio, sys
+from pathlib import Path
+from dfexp.engines.base import Server, engine_for
+from dfexp.fleet import Fleet
+from dfexp.fleet.record import FleetRecord
+from dfexp.generate.events import EventLog, Guard
+from dfexp.layout import FleetFolder
+from dfexp.params import ExternalFleet
+from dfexp.records import ServerLimits
+from dfexp.sampler import Sampler
+root, url = Path(sys.argv[1]), sys.argv[2]
+server = Server(name="a:1", url=url, env={"CUDA_VISIBLE_DEVICES": "0,GPU-b"})
+group = ExternalFleet(engine="external", urls=[url])
+record = FleetRecord(identity="abc", spec=group, root=root, servers=(server,), launcher="x", gpu_bytes_before=None)
+fleet, taken, enough = Fleet(FleetFolder(root), engine_for(group), record), [], asyncio.Event()
+def take(sample):
+    taken.append(sample)
+    if len(taken) == 5:
+        enough.set()
+async def main():
+    with EventLog(root / "events.jsonl") as events:
+        sampler = Sampler(fleet=fleet, path=root / "metrics.jsonl", interval_s=0.02, now=lambda: 7.0,
+                          limits=lambda name: ServerLimits(), taken=take, guard=Guard(events))
+        task = asyncio.create_task(sampler.run())
+        await enough.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+asyncio.run(main())
+"""
 GIB = 2**30
+
+
+class Pages(Quiet):
+    """/metrics of SGLang."""
+
+    def do_GET(self) -> None:
+        self.reply(200, (Path(__file__).parent / "data" / "metrics" / "0.5.12_hybrid_busy.prom").read_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -152,16 +193,34 @@ def test_a_meter_reads_the_gpus_that_it_is_for(library: Path) -> None:
     assert none == [[], []]
     assert one[0]["at"] > 1e9
     del one[0]["at"]
-    reasons = ["power cap", "hardware thermal"]
     assert one[0] == {
-        "gpu": 1, "uuid": "GPU-b", "utilization": 0.97, "memory_used_bytes": 80 * GIB, "sm_clock_mhz": 2407,
-        "throttle_reasons": reasons,
+        "gpu": 1, "uuid": "GPU-b", "utilization": 0.97, "memory_used_bytes": 80 * GIB, "memory_total_bytes": 96 * GIB,
+        "sm_clock_mhz": 2407, "throttle_reasons": ["hardware thermal"], "clock_limits": ["power cap"],
     }, "what its driver does not tell is left out"  # fmt: skip
     assert [(each["gpu"], each.get("power_w")) for each in both] == [(0, 351.5), (1, None)]
+    assert (both[0]["throttle_reasons"], both[0]["clock_limits"]) == ([], ["gpu idle"]), "no fault"
 
 
 def test_a_meter_without_a_driver_reads_nothing(library: Path) -> None:
     assert asked(library, METER, NO_DRIVER="1") == [[], [], [], []]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_gpus_are_sampled_beside_servers_and_what_fails_with_them_is_told_once(
+    library: Path, tmp_path: Path, broken: bool
+) -> None:
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library)} | ({"BROKEN": "1"} if broken else {})
+    with serving(Pages) as server:
+        command = [sys.executable, "-c", SAMPLE, str(tmp_path), server.url]
+        subprocess.run(command, env=environment, capture_output=True, check=True, timeout=60)
+    lines, events = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "events.jsonl")
+    )
+    assert sum("server" in line for line in lines) >= 3
+    seen = {(line["gpu"], line["uuid"], line["memory_total_bytes"]) for line in lines if "gpu" in line}
+    assert seen == (set() if broken else {(0, "GPU-a", 96 * GIB), (1, "GPU-b", 96 * GIB)})
+    assert [event["part"] for event in events] == ["GPUs"] * broken
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -140,6 +141,21 @@ def test_a_long_torn_line_and_a_late_nul_are_found_beyond_the_first_block(tmp_pa
     path.write_bytes(line[:-1])
     with AppendLog(path) as log:
         assert (log.size, log.cut_bytes) == (0, len(line) - 1)
+
+
+def test_of_a_long_log_that_may_lose_lines_only_the_end_is_read(tmp_path):
+    path, line = tmp_path / "log", encode_line({"text": "x" * 100})
+    path.write_bytes(line * 200_000 + line[:50])
+    before = bytes_read()
+    with AppendLog(path, durable=False) as log:
+        assert (log.size, log.cut_bytes) == (len(line) * 200_000, 50)
+        log.append([{"n": 1}])
+    assert bytes_read() - before < 2 * 2**20
+    assert path.read_bytes() == line * 200_000 + b'{"n":1}\n'
+
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_a_refused_append_takes_everything_back_and_can_be_tried_again(tmp_path):

@@ -43,6 +43,21 @@ def test_a_line_without_a_rate_yet_says_nothing_of_the_time_left() -> None:
     assert "left" not in line(status(eta_s=None, eta_low_s=None, eta_high_s=None))
 
 
+def test_the_time_left_says_of_which_rows_where_others_are_left_for_later() -> None:
+    whole = {"whole_eta_s": 223_200.0, "whole_eta_low_s": 200_000.0, "whole_eta_high_s": 250_000.0}
+    part = status(rows_of_start=200, rows_of_later_starts=654_476, **whole)
+    assert line(part).endswith(
+        "2 min 05 s left of this start's 200 rows (1 min 40 s to 2 min 30 s), of all rows 2 d 14 h"
+    )
+    page = html(part)
+    assert "left of this start's 200 rows<br>1 min 40 s to 2 min 30 s" in page
+    assert "2 d 14 h</div>" in page
+    assert "left of all rows<br>2 d 07 h to 2 d 21 h" in page
+    all_of_it = status(rows_of_start=200, rows_of_later_starts=0, **whole)
+    assert "this start's" not in line(all_of_it) + html(all_of_it)
+    assert "all rows" not in line(all_of_it) + html(all_of_it)
+
+
 def test_a_simulated_run_is_shown_as_one() -> None:
     simulated = status(engine="simulated")
     assert line(simulated).startswith("running (simulated): 40 of 100 done")
@@ -66,9 +81,22 @@ def test_the_page_says_which_rate_over_which_window() -> None:
 def test_the_page_has_gauges_of_servers_and_dashes_for_what_they_do_not_tell() -> None:
     servers = [{**status()["servers"][0], **GAUGES}, status()["servers"][1]]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", html(status(servers=servers)))
-    first, second = cells[:11], cells[11:]
-    assert first == ["127.0.0.1:8080", "ready", "64 / 4", "3", "0.42", "0.59", "1,234", "4 / 5", "20", "0", "0"]
-    assert second[1:8] == ["quarantined", "- / 4", "-", "-", "-", "634", "4 / 5"]
+    first, second = cells[:12], cells[12:]
+    assert first == [
+        "127.0.0.1:8080",
+        "ready",
+        "64 / 4",
+        "3",
+        "0.42",
+        "0.59",
+        "1,234",
+        "server",
+        "4 / 5",
+        "20",
+        "0",
+        "0",
+    ]
+    assert second[1:9] == ["quarantined", "- / 4", "-", "-", "-", "634", "client", "4 / 5"]
 
 
 def test_the_page_has_findings_with_their_gain_and_change_while_the_run_goes_on() -> None:

@@ -72,6 +72,15 @@ def test_ten_answers_are_shown_in_full_whatever_is_in_them(tmp_path: Path) -> No
     assert "5 + 10 tokens, ended by stop" in page
 
 
+def test_only_answers_of_the_sample_are_shown(tmp_path: Path) -> None:
+    made, sample = folder(tmp_path), range(25, 40)
+    for seed in range(3):
+        pilot.write(made, tmp_path, sample, seed)
+        shown = [row["index"] for row in read_json(made.report / "pilot.json")["examples"]]
+        assert len(set(shown)) == 10
+        assert set(shown) <= set(sample)
+
+
 def test_nothing_done_is_told_as_not_known(tmp_path: Path) -> None:
     made = write_run(tmp_path, [], [failure(0)], asked=5)
     page, missing = pilot.write(made, tmp_path, [0, 1], 0)

@@ -14,6 +14,7 @@ import pytest
 from dfexp import params
 from dfexp.engines.base import free_ports
 from dfexp.fleet import Fleet, up
+from dfexp.generate.events import EventLog, Guard
 from dfexp.records import EngineSample, ServerLimits
 from dfexp.sampler import KEPT_S, Sampler
 from tests.http_stub import Quiet, serving
@@ -58,23 +59,28 @@ async def sampled(
     *,
     now: Callable[[], float] = lambda: 7.0,
     interval_s: float = 0.02,
+    broken: str = "",
 ) -> Sampler:
-    """Samples until `enough` holds of what was taken."""
+    """Samples until `enough` holds of what was taken; whoever is called with those of server `broken` raises."""
     taken, held = list[EngineSample](), asyncio.Event()
 
     def take(sample: EngineSample) -> None:
+        if sample.server == broken:
+            raise ZeroDivisionError(sample.server)
         taken.append(sample)
         if enough(taken):
             held.set()
 
     limits = ServerLimits(max_running_requests=16)
-    sampler = Sampler(
-        fleet=fleet, path=path, interval_s=interval_s, now=now, limits=lambda name: limits, taken=take
-    )  # fmt: skip
-    task = asyncio.create_task(sampler.run())
-    await asyncio.wait_for(held.wait(), 30.0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    with EventLog(fleet.folder.path / "events.jsonl") as events:
+        sampler = Sampler(
+            fleet=fleet, path=path, interval_s=interval_s, now=now, limits=lambda name: limits, taken=take,
+            guard=Guard(events),
+        )  # fmt: skip
+        task = asyncio.create_task(sampler.run())
+        await asyncio.wait_for(held.wait(), 30.0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     return sampler
 
 
@@ -93,6 +99,18 @@ async def test_a_server_that_answers_is_sampled_whatever_others_do(tmp_path: Pat
     assert first["max_total_num_tokens"] > 0
     assert first["at"] > 1e9, "in the file it is real time"
     assert sampler.recent[name][0].at == 7.0, "in memory it is that of the run's clock"
+
+
+async def test_what_fails_with_one_server_is_told_once_and_ends_no_sampling(tmp_path: Path) -> None:
+    with serving(Pages) as good, serving(Pages) as bad:
+        fleet, broken = fleet_of(tmp_path, bad.url, good.url), bad.url.removeprefix("http://")
+        await sampled(fleet, tmp_path / "metrics.jsonl", lambda taken: len(taken) == 5, broken=broken)
+    told = lines(fleet.folder.path / "events.jsonl")
+    assert [(each["event"], each["part"], each["detail"]) for each in told] == [
+        ("watching_failed", f"samples of {broken}", f"ZeroDivisionError({broken!r})")
+    ]
+    assert "in take" in told[0]["traceback"]
+    assert len(lines(tmp_path / "metrics.jsonl")) >= 4
 
 
 async def test_a_disk_that_refuses_costs_lines_and_no_sample(tmp_path: Path) -> None:

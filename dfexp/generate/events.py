@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from dfexp.errors import ShardError
@@ -27,3 +29,21 @@ class EventLog(AppendLog):
         with contextlib.suppress(OSError):  # the log of the process is on the same full disk
             sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {told}\n")
             sys.stderr.flush()
+
+
+class Guard:
+    """Keeps defects of what only watches from the run: each part of it tells of its first one, and is tried again."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events, self._told = events, set[str]()
+
+    @contextlib.contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Let a block fail. Args: part, of the watching, in words."""
+        try:
+            yield
+        except Exception as error:
+            if part not in self._told:
+                self._told.add(part)
+                where = "".join(traceback.format_exception(error))
+                self._events.record("watching_failed", part=part, detail=repr(error), traceback=where)

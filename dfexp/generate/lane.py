@@ -28,7 +28,7 @@ _ANSWER_TIMEOUT_S = 30.0
 _MISSES_TO_HANG = 3
 _MOST_DENIED_PAUSE_S = 30.0
 _TOKENS_A_LOOK = 4
-_UNREADABLE = (RequestError, ValueError, TypeError, KeyError)  # pages with counters are somebody else's
+_UNREADABLE = (RequestError, ValueError, TypeError, LookupError, AttributeError)  # pages are somebody else's
 _ERRORS_TO_DOUBT = 8
 """Errors in a row, of any rows, after which a server has to generate a token before it gets another row."""
 

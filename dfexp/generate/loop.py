@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ MOST_FAILURES_IN_A_ROW = 50
 class Setup:
     """What a run works with; whoever made it closes it. `limits` (None: silent) and `config_ids` are by server.
 
-    `rows` are the rows to do, in order; `rest` says why they are not all that are left, None where they are.
+    `rows` are the rows to do, in order; `rest` says why they are not all that are left, None where they are, and
+    `later` how many are.
     """
 
     folder: RunFolder
@@ -68,6 +70,7 @@ class Setup:
     owner: ProcessId | None
     rows: Sequence[int]
     rest: str | None
+    later: int
 
 
 class Loop:
@@ -83,7 +86,7 @@ class Loop:
         self._overview = Overview(setup, self._lanes, self._queue)
         self._progress = self._overview.progress
         self._lookout = Lookout(self._generation.stall_s, self._started)
-        self._telling: asyncio.Task[None] | None = None
+        self._telling = set[asyncio.Task[None]]()
         self._streak = FailureStreak.of(MOST_FAILURES_IN_A_ROW)
         self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
         self._wake = asyncio.Event()
@@ -130,7 +133,7 @@ class Loop:
             except Exception as error:  # a defect: what is done is safe, and the status must say why it ended
                 state, self._reason = "failed", f"{type(error).__name__}: {error}"
                 traceback.print_exc()
-            self._write_status(state)
+            await asyncio.wait({self._write_status(state)})
             return state, self._reason
 
     async def _work(self) -> tuple[str, str | None]:
@@ -161,7 +164,7 @@ class Loop:
 
     def _all_tasks(self) -> list[asyncio.Task[None]]:
         requests = [task for lane in self._lanes for task in lane.tasks]
-        return [*requests, *filter(None, (self._rolling.task, self._telling))]
+        return [*requests, *self._telling, *filter(None, (self._rolling.task,))]
 
     def _watches(self) -> list[asyncio.Task[None]]:
         return [lane.watching for lane in self._lanes if lane.watching is not None]
@@ -225,30 +228,20 @@ class Loop:
             self._take_answer(lane, job, prompt, answer)
 
     def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer) -> None:
-        now = time.monotonic()
-        self._refused_since = None
-        lane.completed(now)
-        self._overview.answered(lane.name, job.index, answer)
+        flags = self._overview.flags(answer)
+        row = Completion(
+            index=job.index, id=prompt.id, messages=prompt.messages, text=answer.text,
+            finish_reason=answer.finish_reason, prompt_tokens=answer.prompt_tokens,
+            completion_tokens=answer.completion_tokens, max_tokens=answer.max_tokens, server=lane.name,
+            config_id=lane.config_id, attempt=job.attempt, submitted_at=answer.submitted_at, latency_s=answer.latency_s,
+            flags=flags + ((SIMULATED,) if self._s.fleet.engine.name == SIMULATED else ()),
+        )  # fmt: skip
+        self._recorder.add(row)  # before all that only watches
         for failure in self._streak.success():
             self._recorder.add_failure(failure)
-        self._recorder.add(
-            Completion(
-                index=job.index,
-                id=prompt.id,
-                messages=prompt.messages,
-                text=answer.text,
-                finish_reason=answer.finish_reason,
-                prompt_tokens=answer.prompt_tokens,
-                completion_tokens=answer.completion_tokens,
-                max_tokens=answer.max_tokens,
-                server=lane.name,
-                config_id=lane.config_id,
-                attempt=job.attempt,
-                submitted_at=answer.submitted_at,
-                latency_s=answer.latency_s,
-                flags=answer.flags + ((SIMULATED,) if self._s.fleet.engine.name == SIMULATED else ()),
-            )
-        )
+        self._refused_since = None
+        lane.completed(time.monotonic())
+        self._overview.answered(lane.name, job.index, answer, flags)
 
     def _take_error(self, lane: Lane, job: Job, prompt: Prompt, error: RequestError) -> None:
         now, words = time.monotonic(), scrub(str(error), self._key)
@@ -269,15 +262,9 @@ class Loop:
             return
         self._progress.failed()
         failure = Failure(
-            index=job.index,
-            id=prompt.id,
-            kind=error.kind,
-            message=words,
-            attempts=job.attempt,
-            server=lane.name,
-            config_id=lane.config_id,
-            at=time.time(),
-        )
+            index=job.index, id=prompt.id, kind=error.kind, message=words, attempts=job.attempt, server=lane.name,
+            config_id=lane.config_id, at=time.time(),
+        )  # fmt: skip
         if self._streak.failure(failure):
             self._fail(
                 f"{self._streak.length} rows failed one after the other, the last with: {words}. They are not "
@@ -325,9 +312,9 @@ class Loop:
             return
         if stall := self._lookout.look(now, self._progress.rows + self._progress.failures, lanes):
             self._s.events.record("run_stalled", detail=stall)
-            self._telling = asyncio.create_task(
-                tell(self._s.spec.notify, self._s.folder, self._s.events, "stall", stall)
-            )
+            task = asyncio.create_task(tell(self._s.spec.notify, self._s.folder, self._s.events, "stall", stall))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
         if all(lane.state == "quarantined" for lane in lanes):
             self._fail("every server is quarantined after it kept dying; its log and events.jsonl say why")
         self._look_for_refusals(now)
@@ -353,10 +340,10 @@ class Loop:
             self._next_status = time.monotonic() + STATUS_EVERY_S
             self._write_status(self._state if self._state != "failing" else "draining")
 
-    def _write_status(self, state: str) -> None:
-        self._overview.write(
-            state, self._streak.held, reason=self._reason, rollout=self._rolling.status, refusals=self._refusals,
-            disk_refuses=self._recorder.refusal,
+    def _write_status(self, state: str) -> asyncio.Future[None]:
+        return self._overview.write(
+            state, self._streak.held, reason=self._reason, rollout=deepcopy(self._rolling.status),
+            refusals=dict(self._refusals), disk_refuses=self._recorder.refusal,
         )  # fmt: skip
 
     async def _finish(self, recorder: asyncio.Task[None]) -> tuple[str, str | None]:

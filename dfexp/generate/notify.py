@@ -19,8 +19,8 @@ TIMEOUT_S = 60.0
 _MOST_CHARACTERS = 4000
 
 
-async def tell(line: str | None, folder: RunFolder, events: EventLog, event: str, message: str) -> None:
-    """Run the command, if there is one, with what happened; that it failed or hung is an event.
+async def tell(line: str | None, folder: RunFolder, events: EventLog | None, event: str, message: str) -> None:
+    """Run the command, if there is one, with what happened; that it failed or hung is an event, if there are events.
 
     It is a shell's line, since what happened comes as DFEXP_EVENT, DFEXP_RUN and DFEXP_MESSAGE, which somebody has to
     expand; nothing of it is put into the line itself, so that no words of a server are ever run. On its stdin is the
@@ -45,7 +45,7 @@ async def tell(line: str | None, folder: RunFolder, events: EventLog, event: str
         why = f"exit status {process.returncode}" if process.returncode else ""
     except OSError as error:  # without words: a TimeoutError, which is one
         why = str(error) or f"it had not ended after {TIMEOUT_S:.0f} s and was killed"
-    if why:
+    if why and events:
         events.record("notify_failed", detail=why, about=event)
 
 

@@ -42,16 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--retry-failed", action="append", default=[])
     parser.add_argument("--sample", nargs=2, type=int, metavar=("ROWS", "SEED"))
     args = parser.parse_args(argv)
+    folder = RunFolder(args.folder)
     try:
-        folder = RunFolder(args.folder)
         state, words = generate(folder, args.root, owner=args.owner, retry_failed=args.retry_failed, sample=args.sample)
-        # Nothing is held any more: a command that hangs keeps no other start and no `fleet down` waiting.
-        with contextlib.suppress(DfexpError), EventLog(folder.events) as events:
-            asyncio.run(tell(read_spec(folder).notify, folder, events, state, words))
-        return EXIT_CODES[state]
-    except DfexpError as error:
-        sys.stderr.write(f"dfexp: {' '.join(str(error).split())}\n")
+    except Exception as error:
+        said = " ".join(str(error).split()) if isinstance(error, DfexpError) else repr(error)
+        with contextlib.suppress(DfexpError):
+            asyncio.run(tell(read_spec(folder).notify, folder, None, "failed", f"could not start: {said}"))
+        if not isinstance(error, DfexpError):
+            raise
+        sys.stderr.write(f"dfexp: {said}\n")  # the last line, which whoever started this reads
         return 2
+    # Nothing is held any more: a command that hangs keeps no other start and no `fleet down` waiting.
+    with contextlib.suppress(DfexpError), EventLog(folder.events) as events:
+        asyncio.run(tell(read_spec(folder).notify, folder, events, state, words))
+    return EXIT_CODES[state]
 
 
 def generate(
@@ -96,7 +101,7 @@ def generate(
         setup = Setup(
             folder=folder, root=root, spec=spec, fleet=the_fleet, model=model, limits=limits, config_ids=config_ids,
             configs=configs, prompts=prompts, shards=shards, events=events, me=ProcessId.current(), owner=owner,
-            rows=rows, rest=rest,
+            rows=rows, rest=rest, later=len(pending) - len(rows),
         )  # fmt: skip
         if differing := [one.name for one in the_fleet.servers if one.settings is not None]:
             events.record("servers_differ", detail="they have other settings than the fleet", servers=differing)

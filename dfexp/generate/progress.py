@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from dfexp.diagnose import STALLED_S
-from dfexp.estimate import Estimate, InFlight, flights_rate, lengths_of, server_rate, time_left
+from dfexp.estimate import Estimate, InFlight, away, flights_rate, lengths_of, server_rate, time_left
 from dfexp.records import Answer, EngineSample
 from dfexp.sampler import KEPT_S
 
@@ -107,10 +107,10 @@ class Progress:
         self.servers: defaultdict[str, Traffic] = defaultdict(Traffic)
         self.history = History()
 
-    def answered(self, server: str, index: int, now: float, answer: Answer) -> None:
-        """Count one completion."""
+    def answered(self, server: str, index: int, now: float, answer: Answer, flags: Sequence[str] = ()) -> None:
+        """Count one completion. Args: flags, of its row."""
         self.rows += 1
-        self.flags.update(answer.flags)
+        self.flags.update(flags)
         self.servers[server].left(index, now, answer)
         self._recent.add(now, answer.completion_tokens or 0)
         if answer.completion_tokens is not None:
@@ -121,18 +121,16 @@ class Progress:
         self.failures += 1
 
     def estimates(
-        self,
-        now: float,
-        *,
-        left: int,
-        limit: float | None,
-        samples: Mapping[str, Sequence[EngineSample]],
-        alone_tok_per_s: float | None = None,
-    ) -> dict[str, Any]:
+        self, now: float, *, left: int, later: int = 0, limit: float | None,
+        samples: Mapping[str, Sequence[EngineSample]], gone: Collection[str] = (), alone_tok_per_s: float | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Rates over a window that ends now, the mean length, and the seconds that are left, each with 95 % bounds.
 
-        Args: left, rows that were not sent; limit, tokens that no answer can exceed; samples, by server;
-        alone_tok_per_s, speed of a request that has a server for itself.
+        `eta_*` is of the rows of this start, `whole_eta_*` of all.
+
+        Args: left, rows of this start that were not sent; later, rows that are not of this start; limit, tokens that no
+        answer can exceed; samples, by server; gone, servers that surely make nothing now; alone_tok_per_s, speed of a
+        request that has a server for itself.
         """
         since_s = max(now - self._started, 1e-9)
         window_s = min(since_s, max(WINDOW_S, *map(_spanned, samples.values()), 0.0))
@@ -141,11 +139,15 @@ class Progress:
         # Of a server that stands still nobody knows how far its requests are: they would seem to go on.
         flights = [traffic.flight for name, traffic in self.servers.items() if not _stands(samples.get(name, ()))]
         ages = [age for flight in flights for age in flight.ages(now)]
-        lengths, counted = lengths_of(self.lengths, ages, limit=limit), rate_of(samples.values(), then, now)
+        lengths, counted = lengths_of(self.lengths, ages, limit=limit), rate_of(samples, then, now, gone)
         mean = lengths and lengths.mean
         rate = counted if counted and counted.value and left else flights_rate(flights)
-        eta = time_left(lengths, rows_left=left, ages=ages, rate=rate, alone_tok_per_s=alone_tok_per_s)
-        eta = None if eta and left and eta.error > eta.value / 2 else eta  # after a handful of answers: a guess
+        etas = dict[str, float | None]()
+        for name, rows_left in (("eta", left), ("whole_eta", left + later)):
+            eta = time_left(lengths, rows_left=rows_left, ages=ages, rate=rate, alone_tok_per_s=alone_tok_per_s)
+            is_guess = eta and rows_left and eta.error > eta.value / 2  # after a handful of answers
+            ends = (eta.value, *eta.interval) if eta and not is_guess else (None, None, None)
+            etas |= dict(zip((f"{name}_s", f"{name}_low_s", f"{name}_high_s"), ends, strict=True))
         self.history.add(since_s, counted.value if counted else tokens / window_s)
         return {
             "elapsed_s": since_s,
@@ -154,13 +156,11 @@ class Progress:
             "client_tok_per_s": tokens / window_s,
             "server_tok_per_s": counted and counted.value,
             "mean_completion_tokens": mean and {"value": mean.value, "low": mean.interval[0], "high": mean.interval[1]},
-            "eta_s": eta and eta.value,
-            "eta_low_s": eta and eta.interval[0],
-            "eta_high_s": eta and eta.interval[1],
-            "history": {"step_s": self.history.step_s, "tok_per_s": self.history.points},
+            **etas,
+            "history": {"step_s": self.history.step_s, "tok_per_s": [*self.history.points]},
             "rates": {
                 name: {
-                    "server_tok_per_s": (one := rate_of([samples.get(name, ())], then, now)) and one.value,
+                    "server_tok_per_s": (one := rate_of({name: samples.get(name, ())}, then, now, gone)) and one.value,
                     "client_tok_per_s": traffic.recent.since(then)[1] / window_s,
                 }
                 for name, traffic in self.servers.items()
@@ -169,11 +169,16 @@ class Progress:
         }
 
 
-def rate_of(samples: Iterable[Sequence[EngineSample]], start: float, end: float) -> Estimate | None:
-    """Tokens/s that servers decoded, by their counters; None where none has any, or there are few samples yet."""
-    enough = [one for one in samples if len(one) >= _LEAST]
-    pairs = [([each.at for each in one], [each.realtime_decode_tokens_total for each in one]) for one in enough]
-    return server_rate(pairs, start, end)
+def rate_of(
+    samples: Mapping[str, Sequence[EngineSample]], start: float, end: float, gone: Collection[str]
+) -> Estimate | None:
+    """Tokens/s that servers decoded, by their counters. None: none has any, there are few samples yet, or one has been
+    silent for long and is not `gone`.
+    """
+    enough = {name: one for name, one in samples.items() if len(one) >= _LEAST}
+    pairs = {n: ([each.at for each in one], [each.realtime_decode_tokens_total for each in one])
+             for n, one in enough.items()}  # fmt: skip
+    return server_rate((away(pair, end) if name in gone else pair for name, pair in pairs.items()), start, end)
 
 
 def _stands(samples: Sequence[EngineSample]) -> bool:

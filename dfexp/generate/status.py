@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dfexp import control
@@ -19,21 +20,22 @@ from dfexp.capacity.workload import shared_prefix_share
 from dfexp.diagnose import Finding, Planned, Watched, diagnose
 from dfexp.errors import DfexpError, StorageError
 from dfexp.fleet import Fleet
-from dfexp.generate.lane import Lane
+from dfexp.generate.events import Guard
 from dfexp.generate.progress import Progress, Traffic
-from dfexp.params import AnyFleet, SimulatedFleet
+from dfexp.params import AnyFleet, RunSpec, SimulatedFleet
 from dfexp.quality import garbage
-from dfexp.records import Answer, EngineSample, Failure, ServerLimits
+from dfexp.records import GARBAGE, Answer, EngineSample, Failure, Prompt, ServerLimits
 from dfexp.sampler import Sampler
 from dfexp.virtual_time import CLOCK, LiveClock
 
 if TYPE_CHECKING:
+    from dfexp.generate.lane import Lane
     from dfexp.generate.loop import Setup
 
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput")
 _MOST_FINDINGS, _FORGOTTEN_S = 5, 600.0  # shown; a finding that was away for so long is told anew
 _LOOKS = 2  # samples between two diagnoses
-_JUDGED_S, _JUDGED_CHARACTERS = 0.06, 2000  # of one answer in so many seconds so much is judged: 1 % of a core
+_JUDGED_CHARACTERS = 2000  # of each answer; takes 0.01 ms, and 1 ms of one that is garbage
 _PROMPTS = 2000  # tell how much prompts share
 
 
@@ -45,8 +47,28 @@ def clock_of(fleet: Fleet) -> Callable[[], float]:
     return lambda: zero_at + time.monotonic()
 
 
+def planned(spec: RunSpec, root: Path, asked: int, some: Iterable[Prompt] = ()) -> Planned | None:
+    """What the capacity model says of a run's servers; None where it says nothing. Takes a second.
+
+    Args: asked, prompts of the run, which count where the plan has no number; some, which tell how much prompts share.
+    """
+    if spec.planned is None:
+        return None
+    known: dict[str, Any] = {} if spec.planned.prompts else {"prompts": asked}
+    texts = ["\n".join(str(one.get("content")) for one in prompt.messages) for prompt in some]
+    if texts and spec.planned.shared_prefix_share is None:
+        known["shared_prefix_share"] = shared_prefix_share(texts)
+    with contextlib.suppress(DfexpError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        prepared, _ = predicted(spec, root, **known)
+        return Planned(setting=prepared.setting, plan=make_plan(prepared.setting)) if prepared else None
+    return None
+
+
 class Overview:
-    """Gathers what the status file says; `run` goes on beside the loop, which tells of its requests."""
+    """Gathers what the status file says; `run` goes on beside the loop, which tells of its requests.
+
+    Whatever fails in it costs knowledge, never a row: an event tells of that, and the rest goes on.
+    """
 
     def __init__(self, setup: Setup, lanes: Sequence[Lane], queue: Sized) -> None:
         """Args: lanes, as they come to be; queue, the rows that are not sent."""
@@ -57,46 +79,45 @@ class Overview:
         self.progress = Progress(self._now(), lengths=lengths)
         self._sampler = Sampler(
             fleet=setup.fleet, path=setup.folder.metrics, interval_s=setup.spec.generation.sample_interval_s,
-            now=self._now, limits=self._limits, taken=self._sampled,
+            now=self._now, limits=self._limits, taken=self._sampled, guard=(guard := Guard(setup.events)),
         )  # fmt: skip
+        self._guard, self._writer = guard, ThreadPoolExecutor(1)
+        self._written: asyncio.Future[None] | None = None
         self._findings: list[Finding] = []
         self._told: dict[tuple[str, str | None], float] = {}  # and when it was last so, monotonic seconds
         self._plan: Planned | None = None
         self._planned_for: AnyFleet | None = None
-        self._state, self._next_judged, self._has_failed = "running", 0.0, False
-        self._estimated = self.progress.estimates(self._now(), left=0, limit=None, samples={})
+        self._state = "running"
+        self._shown = self.progress.estimates(self._now(), left=0, limit=None, samples={})
+        self._shown |= {"findings": [], "servers": []}  # until a look at them has succeeded
 
     async def run(self) -> None:
-        """Sample and look for findings until cancelled. A defect in that costs knowledge, never a row."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._sampler.run())
-                tasks.create_task(self._look())
-        except* Exception as errors:
-            self._failed(errors.exceptions[0])
+        """Sample and look for findings until cancelled."""
+        await asyncio.gather(self._sampler.run(), self._look())
 
-    def _failed(self, error: BaseException) -> None:
-        if not self._has_failed:
-            traceback.print_exception(error)
-            self._s.events.record("watching_failed", detail=repr(error))
-        self._has_failed = True
+    def flags(self, answer: Answer) -> tuple[str, ...]:
+        """What its row is to say of an answer: the flags that it came with, and whether it is garbage."""
+        with self._guard("answers"):
+            why = garbage(answer.text[:_JUDGED_CHARACTERS], answer.completion_tokens)
+            return (*answer.flags, *([GARBAGE] if why else ()))
+        return answer.flags
 
     def sent(self, server: str, index: int) -> None:
         """A row goes to a server."""
-        self._traffic(server).sent(index, self._now())
+        with self._guard("requests"):
+            self._traffic(server).sent(index, self._now())
 
-    def answered(self, server: str, index: int, answer: Answer) -> None:
+    def answered(self, server: str, index: int, answer: Answer, flags: Sequence[str]) -> None:
         """A row is done."""
-        now, real_now = self._now(), time.monotonic()
-        self.progress.answered(server, index, now, answer)
-        if real_now >= self._next_judged:
-            self._next_judged = real_now + _JUDGED_S
-            why = garbage(answer.text[:_JUDGED_CHARACTERS], answer.completion_tokens)
-            self._traffic(server).judged(now, is_garbage=why is not None)
+        with self._guard("requests"):
+            now = self._now()
+            self.progress.answered(server, index, now, answer, flags)
+            self._traffic(server).judged(now, is_garbage=GARBAGE in flags)
 
     def left(self, server: str, index: int) -> None:
         """A request is over, whatever came of it."""
-        self._traffic(server).left(index, self._now())
+        with self._guard("requests"):
+            self._traffic(server).left(index, self._now())
 
     def _traffic(self, server: str) -> Traffic:
         return self.progress.servers[server]
@@ -112,11 +133,14 @@ class Overview:
         """Diagnose now and then. The plan of the servers' settings, which takes a second, is made when they change."""
         while True:
             await asyncio.sleep(_LOOKS * self._sampler.interval_s)
-            if self._planned_for != (group := self._s.fleet.group):
-                self._plan, self._planned_for = await asyncio.to_thread(self._planned, group), group
-            if self._state == "running":
-                watched, left = [self._watched(lane) for lane in self._lanes], len(self._queue)
-                self._tell(await asyncio.to_thread(diagnose, watched, rows_left=left, planned=self._plan))
+            with self._guard("plan"):
+                if self._planned_for != (group := self._s.fleet.group):
+                    self._plan, self._planned_for = None, group
+                    self._plan = await asyncio.to_thread(self._planned, group)
+            with self._guard("findings"):
+                if self._state == "running":
+                    watched, left = [self._watched(lane) for lane in self._lanes], len(self._queue)
+                    self._tell(await asyncio.to_thread(diagnose, watched, rows_left=left, planned=self._plan))
 
     def _watched(self, lane: Lane) -> Watched:
         state = "draining" if lane.is_held else lane.state
@@ -127,20 +151,10 @@ class Overview:
         )
 
     def _planned(self, group: AnyFleet) -> Planned | None:
-        """What the capacity model says of these servers; None where it says nothing."""
+        """What the capacity model says of these servers."""
         spec, prompts = self._s.spec.model_copy(update={"fleet": group}), self._s.prompts
-        if spec.planned is None:
-            return None
-        known: dict[str, Any] = {"prompts": len(prompts)}
-        if spec.planned.shared_prefix_share is None:
-            some = range(0, len(prompts), max(1, len(prompts) // _PROMPTS))
-            texts = ["\n".join(str(one.get("content")) for one in prompts[index].messages) for index in some]
-            known["shared_prefix_share"] = shared_prefix_share(texts)
-        prepared, _ = predicted(spec, self._s.root, **known)
-        with contextlib.suppress(DfexpError, ArithmeticError, LookupError, TypeError, ValueError):
-            if prepared is not None:
-                return Planned(setting=prepared.setting, plan=make_plan(prepared.setting))
-        return None
+        some = range(0, len(prompts), max(1, len(prompts) // _PROMPTS))
+        return planned(spec, self._s.root, len(prompts), (prompts[index] for index in some))
 
     def _tell(self, found: list[Finding]) -> None:
         """Keep findings, and record the new ones. Of several servers only faults are told of each."""
@@ -155,45 +169,44 @@ class Overview:
                 )  # fmt: skip
             self._told[key] = now
 
-    def write(self, state: str, held: Sequence[Failure], **more: Any) -> None:
-        """Write the status file; a disk that refuses it does not stop the run.
+    def write(self, state: str, held: Sequence[Failure], **more: Any) -> asyncio.Future[None]:
+        """Write the status file, in a thread of its own; while the disk is at one, none but a final one is begun.
 
-        Args: held, rows that count as failed as soon as one succeeds; more, what else it is to say.
+        A disk that refuses it does not stop the run. Args: held, rows that count as failed as soon as one succeeds;
+        more, what else it is to say. Returns the write that is the last.
         """
         self._state = state
+        if self._written is None or self._written.done() or state in control.FINAL_STATES:
+            status = self._status(held, **more)
+            self._written = asyncio.get_running_loop().run_in_executor(self._writer, self._save, status)
+        return self._written
+
+    def _save(self, status: dict[str, Any]) -> None:
         with contextlib.suppress(StorageError):
-            control.write_status(self._s.folder, self._status(held, **more))
+            control.write_status(self._s.folder, status)
 
     def _status(self, held: Sequence[Failure], **more: Any) -> dict[str, Any]:
+        """The status, of which nothing changes any more."""
         setup, now, shards = self._s, self._now(), self._s.shards
-        try:
-            self._estimated = self.progress.estimates(
-                now, left=len(self._queue), limit=self._longest(), samples=self._sampler.recent,
+        with self._guard("status"):
+            shown = self.progress.estimates(
+                now, left=len(self._queue), later=setup.later, limit=self._longest(), samples=self._sampler.recent,
+                gone=[lane.name for lane in self._lanes if lane.state in ("down", "quarantined", "changing")],
                 alone_tok_per_s=self._plan.tok_per_s(1) if self._plan else None,
             )  # fmt: skip
-        except Exception as error:
-            self._failed(error)
+            shown["findings"] = [asdict(each) for each in self._findings[:_MOST_FINDINGS]]
+            rates, window_s = shown.pop("rates"), shown["window_s"]
+            shown["servers"] = [self._server(lane, now - window_s, rates.get(lane.name, {})) for lane in self._lanes]
+            self._shown = shown
         kinds = Counter(shards.failures_by_kind()) + Counter(one.kind for one in held)
         return {
-            "state": self._state,
-            "engine": setup.fleet.engine.name,
-            "pid": setup.me.pid,
-            "process_started": setup.me.started,
-            "at": time.time(),
-            "started_at": self._started_at,
-            "asked": len(setup.prompts),
-            "done": shards.done,
-            "failed": shards.failed + len(held),
-            "pending": len(self._queue),
-            "in_flight": sum(len(lane.tasks) for lane in self._lanes),
-            "done_before": self._done_before,
-            **{name: value for name, value in self._estimated.items() if name != "rates"},
-            "failures_by_kind": dict(kinds),
-            "flags": dict(self.progress.flags),
-            **more,
-            "findings": [asdict(each) for each in self._findings[:_MOST_FINDINGS]],
-            "servers": [self._server(lane, now, self._estimated["window_s"]) for lane in self._lanes],
-        }
+            "state": self._state, "engine": setup.fleet.engine.name,
+            "pid": setup.me.pid, "process_started": setup.me.started, "at": time.time(), "started_at": self._started_at,
+            "asked": len(setup.prompts), "done": shards.done, "failed": shards.failed + len(held),
+            "pending": len(self._queue), "in_flight": sum(len(lane.tasks) for lane in self._lanes),
+            "done_before": self._done_before, "rows_of_start": len(setup.rows), "rows_of_later_starts": setup.later,
+            "failures_by_kind": dict(kinds), "flags": dict(self.progress.flags), **more, **self._shown,
+        }  # fmt: skip
 
     def _longest(self) -> float | None:
         """Tokens that no answer can exceed, as far as that is known."""
@@ -201,13 +214,12 @@ class Overview:
         contexts = [lane.limits.context_length for lane in self._lanes if lane.limits.context_length]
         return float(asked) if asked != "fit" else float(max(contexts)) if contexts else None
 
-    def _server(self, lane: Lane, now: float, window_s: float) -> dict[str, Any]:
-        """A server's part: its lane, its gauges where it has told them of late, and the rates of both sides."""
+    def _server(self, lane: Lane, since: float, rates: Mapping[str, Any]) -> dict[str, Any]:
+        """A server's part: its lane, its gauges where it has told them `since` then, and the rates of both sides."""
         samples = self._sampler.recent[lane.name]
-        is_told = samples and samples[-1].at >= now - window_s and self._state not in control.FINAL_STATES
+        is_told = samples and samples[-1].at >= since and self._state not in control.FINAL_STATES
         last = samples[-1] if is_told else None
         gauges = {name: getattr(last, name, None) for name in _GAUGES}
         if gauges["full_token_usage"] is None:
             gauges["full_token_usage"] = getattr(last, "token_usage", None)  # of a model with one pool
-        rates = self._estimated["rates"].get(lane.name, {"server_tok_per_s": None, "client_tok_per_s": 0.0})
-        return {**lane.status(), **gauges, **rates}
+        return {**lane.status(), **gauges, "server_tok_per_s": None, "client_tok_per_s": 0.0, **rates}

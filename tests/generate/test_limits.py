@@ -46,6 +46,8 @@ async def test_each_start_sends_so_many_rows_and_the_last_one_ends_the_run(proje
         asked = Counter(body["messages"][-1]["content"] for body in server.bodies)
     assert [(one["state"], one["done"]) for one in ends] == [("stopped", 8), ("stopped", 16), ("ended", 20)]
     assert ends[0]["reason"] == "limits.rows = 8 is reached"
+    told = [(one["rows_of_start"], one["rows_of_later_starts"]) for one in ends]
+    assert told == [(8, 12), (8, 4), (4, 0)]
     assert {asked[f"question {n}"] for n in range(20)} == {1}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dfexp import control, fleet, generate
+from dfexp.errors import RunError
 from dfexp.generate import notify
 from dfexp.generate.events import EventLog
 from dfexp.layout import RunFolder
@@ -124,6 +125,47 @@ async def test_a_stall_is_told_once_while_the_run_goes_on(project: Project) -> N
     assert project.events(folder).count("run_stalled") == 1
 
 
+async def test_a_stall_is_told_though_the_command_of_the_one_before_still_runs(project: Project) -> None:
+    moves, go = [asyncio.Event(), asyncio.Event()], project.root / "go"
+
+    async def late(number: int) -> dict[str, Any]:
+        await moves[number].wait()
+        return chat()
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        last = str(body["messages"][-1]["content"])[-1]
+        return late(int(last)) if last in "01" else chat()
+
+    async with ScriptedServer(script) as server:
+        line = f"echo $DFEXP_EVENT >> told.txt; until [ -e {go} ]; do sleep 0.05; done; echo over >> told.txt"
+        spec = project.spec([server.url], 8, stall_s=1.0, drain_s=60.0).model_copy(update={"notify": line})
+        folder, path = await project.start(spec), project.root / "told.txt"
+        await project.until(folder, lambda _: path.exists() and path.read_text() == "stall\n")
+        moves[0].set()
+        await project.until(folder, lambda _: path.read_text() == "stall\nstall\n")
+        go.touch()
+        await project.until(folder, lambda _: path.read_text().count("over") == 2)
+        moves[1].set()
+        assert (await project.end(folder))["state"] == "ended"
+
+
+@pytest.mark.parametrize("how", ["prompts", "disk"])
+async def test_a_start_that_fails_before_a_row_is_sent_is_told(project: Project, how: str) -> None:
+    async with ScriptedServer(lambda b, n: chat()) as server:
+        spec = project.spec([server.url]).model_copy(update={"notify": KEEP})
+        folder = generate.prepare(spec, project.root)
+        if how == "prompts":
+            folder.prompts.write_text("{}\n")
+        else:
+            folder.completions.write_text("in the way")
+        with pytest.raises(RunError, match="could not start") as failed:
+            await project.start(spec)
+    event, run, words = (project.root / "told.txt").read_text().split("|")
+    assert (event, run) == ("failed", "r")
+    assert words.startswith("could not start: ")
+    assert words.removeprefix("could not start: ") in str(failed.value)
+
+
 async def test_the_loss_of_all_servers_is_told(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat(), delay_s=0.2) as server:
         line = "cat >> told.json; echo >> told.json"
@@ -132,5 +174,5 @@ async def test_the_loss_of_all_servers_is_told(project: Project) -> None:
         await project.until(folder, lambda status: status.get("done", 0) > 0)
     await project.end(folder)
     lines = [json.loads(line) for line in (project.root / "told.json").read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["stall", "failed"]
-    assert lines[0]["message"].endswith(f"; 127.0.0.1:{server.port} is down")
+    assert [line["event"] for line in lines][-2:] == ["stall", "failed"]
+    assert lines[-2]["message"].endswith(f"; 127.0.0.1:{server.port} is down")

@@ -13,10 +13,10 @@ from dfexp.generate.progress import WINDOW_S, History, Progress, Recent, Traffic
 from dfexp.records import Answer, EngineSample
 
 
-def answer(tokens: int | None, *flags: str) -> Answer:
+def answer(tokens: int | None) -> Answer:
     return Answer(
         text="", finish_reason="stop", prompt_tokens=1, completion_tokens=tokens, max_tokens=None, submitted_at=0.0,
-        latency_s=1.0, flags=flags,
+        latency_s=1.0,
     )  # fmt: skip
 
 
@@ -77,10 +77,34 @@ def test_with_nothing_left_and_nothing_in_flight_no_time_is_left() -> None:
     assert estimates(progress, now, left=0)["eta_s"] == 0.0
 
 
+def test_rows_of_later_starts_are_in_the_time_of_the_whole_alone() -> None:
+    progress = Progress(0.0)
+    now = in_turns(progress, 100, 100, 1.0)
+    progress.servers["a"].sent(100, now)
+    told = estimates(progress, now, left=100, later=900)
+    assert told["eta_s"] == pytest.approx(101, rel=0.05)
+    assert told["whole_eta_s"] == pytest.approx(1001, rel=0.05)
+    assert told["whole_eta_low_s"] < told["whole_eta_s"] < told["whole_eta_high_s"]
+    alone = estimates(progress, now, left=100)
+    assert alone["whole_eta_s"] == alone["eta_s"] == told["eta_s"]
+
+
+def test_a_page_that_is_silent_is_not_known_and_a_server_that_is_gone_makes_nothing() -> None:
+    progress = Progress(0.0)
+    now = in_turns(progress, 100, 100, 1.0)
+    silent, goes_on = ([counter(at, at * 100.0) for at in range(0, end, 5)] for end in (51, 101))
+    samples = {"a": goes_on, "b": silent}
+    known = estimates(progress, now, samples={"a": goes_on})
+    assert known["server_tok_per_s"] == pytest.approx(100.0)
+    assert estimates(progress, now, samples=samples)["server_tok_per_s"] is None
+    gone = estimates(progress, now, samples=samples, gone=["b"])
+    assert gone["server_tok_per_s"] == pytest.approx(100.0 * (1 + 10 / WINDOW_S), rel=0.01), "away since its last page"
+
+
 def test_a_row_without_counts_does_not_lower_the_mean() -> None:
     progress = Progress(0.0)
     progress.answered("a", 0, 1.0, answer(10))
-    progress.answered("a", 1, 2.0, answer(None, "no_usage"))
+    progress.answered("a", 1, 2.0, answer(None), ("no_usage",))
     assert estimates(progress, 2.0)["mean_completion_tokens"]["value"] == pytest.approx(10)
     assert progress.flags == {"no_usage": 1}
 

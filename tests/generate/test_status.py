@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dfexp import control, fleet, generate, params
+from dfexp.cli.attendant import Attendant
 from dfexp.estimate import Samples, reconcile
+from dfexp.generate.events import EventLog
+from dfexp.generate.status import Overview
 from dfexp.layout import RunFolder
+from dfexp.processes import ProcessId
 from dfexp.shards import read_rows
 from dfexp.virtual_time import CLOCK, VirtualTime
+from tests.generate.conftest import Project
+from tests.generate.test_progress import answer
+from tests.scripted_server import ScriptedServer, chat
+from tests.shards.support import open_run
 
 SIMULATED: dict[str, Any] = {
     "fleet": {
@@ -204,3 +218,105 @@ def test_servers_of_llamacpp_are_sampled_and_tell_what_they_have(watched: Any) -
     assert going
     assert all(status["server_tok_per_s"] is None and status["client_tok_per_s"] > 0 for status in going)
     assert any(status["eta_s"] for status in going)
+
+
+async def test_what_cannot_be_watched_is_told_once_and_raises_nothing(project: Project) -> None:
+    """A number of tokens that is none breaks the speed of a server, with every answer."""
+    spec = project.spec(["http://127.0.0.1:1"])
+    the_fleet, folder = fleet.up(spec, project.root)[0], generate.run_folder(spec, project.root)
+    folder.control.mkdir(parents=True)
+    with open_run(folder.completions) as shards, EventLog(folder.events) as events:
+        setup: Any = SimpleNamespace(
+            folder=folder, root=project.root, spec=spec, fleet=the_fleet, shards=shards, events=events, prompts=[],
+            me=ProcessId.current(), rows=[0, 1, 2], later=0,
+        )  # fmt: skip
+        overview = Overview(setup, [], [])
+        for index in range(3):
+            overview.sent("a", index)
+            odd = answer(10**400 if index < 2 else 7)
+            overview.answered("a", index, odd, overview.flags(odd))
+            overview.left("a", index)
+        await overview.write("ended", [])
+    told = [json.loads(line) for line in folder.events.read_text().splitlines()]
+    assert [(each["event"], each["part"]) for each in told if each["part"] == "requests"] == [
+        ("watching_failed", "requests")
+    ]
+    assert "OverflowError" in told[0]["detail"]
+    status = control.read_status(folder)
+    assert status is not None
+    assert (status["state"], status["servers"], status["rows_of_start"]) == ("ended", [], 3)
+
+
+async def test_every_answer_that_is_garbage_is_flagged_in_its_row(project: Project) -> None:
+    def script(body: dict[str, Any], n: int) -> dict[str, Any]:
+        return chat("!" * 400 if body["messages"][-1]["content"].endswith("7") else "An answer that says something.")
+
+    async with ScriptedServer(script) as server:
+        folder = await project.start(project.spec([server.url], 40))
+        last = await project.end(folder)
+    flagged = {row["index"] for row in project.rows(folder) if "garbage" in row["flags"]}
+    assert flagged == {7, 17, 27, 37}
+    assert last["flags"] == {"garbage": 4}
+
+
+TAPPED = """
+import asyncio, os, sys
+flush = os.fsync
+def told(fd):
+    on_loop = asyncio._get_running_loop() is not None
+    if "status.json" in os.readlink(f"/proc/self/fd/{fd}"):
+        print("loop" if on_loop else "thread", flush=True)
+    flush(fd)
+os.fsync = told
+from dfexp.generate.process import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+async def test_the_status_is_never_written_where_requests_wait_for_it(project: Project) -> None:
+    async with ScriptedServer(lambda b, n: chat(), delay_s=0.2) as server:
+        spec = project.spec([server.url], 60)
+        await project.run(spec.model_copy(update={"limits": params.LimitsGroup(rows=1)}))  # makes fleet and folder
+        folder = generate.prepare(spec, project.root)
+        argv = [sys.executable, "-c", TAPPED, "--folder", str(folder.path), "--root", str(project.root)]
+        process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+        out, _ = await process.communicate()
+    assert process.returncode == 0
+    assert set(out.split()) == {b"thread"}
+    assert len(out.split()) >= 3
+    last = control.read_status(folder)
+    assert last is not None
+    assert (last["state"], last["done"]) == ("ended", 60)
+
+
+LINE = re.compile(
+    r"  \d\d:\d\d:\d\d running \(simulated\): [\d,]+ of 3,000 done, 0 failed, \d+ in flight, [\d,.]+ tok/s"
+    r" \((servers|client), last [^)]+\)(, about [^,]+ of simulated time left \([^)]+ to [^)]+\))?(, [a-zA-Z].*)?"
+)
+
+
+@pytest.mark.slow
+def test_without_a_notebook_there_is_one_line_an_interval(watched: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `dfexp run` prints while a run goes: what is done, how fast by whose count, how long, and what limits it."""
+    run, interval_s = watched(3000, **merged(fleet={"speed": 100}, generation={"progress_interval_s": 0.5})), 0.5
+    attendant = Attendant(run.spec, run.folder, run.root, [])
+    generate.start(run.spec, run.root)
+    capsys.readouterr()
+    began, printed = time.monotonic(), list[tuple[float, str]]()
+
+    def is_over() -> bool:
+        attendant.tick()
+        printed.extend((time.monotonic() - began, line) for line in capsys.readouterr().out.splitlines())
+        status = control.read_status(run.folder)
+        return status is not None and status["state"] != "running"
+
+    assert control.wait_until(is_over, 240.0, step_s=0.02)
+    lines = [line for _, line in printed if "running" in line]
+    assert len(lines) >= 8
+    assert [line for line in lines if not LINE.fullmatch(line)] == []
+    gaps = np.diff([at for at, _ in printed])
+    assert gaps.min() >= 0.9 * interval_s, "one in each interval, not two"
+    assert len(printed) >= 0.7 * printed[-1][0] / interval_s, "and none left out, but where the machine was busy"
+    assert any("(servers, last" in line for line in lines)
+    assert any("client-limited: " in line for line in lines)
+    assert any(" of simulated time left (" in line for line in lines)
