@@ -293,6 +293,7 @@ def _watched(data: RunData) -> list[Watched]:
             limit=server.get("limit") or (None if kept == "auto" else kept),
             state=server.get("state", "ready") if data.is_going else "ready",
             request_s=float(part["latency_s"].mean()) if len(part) else None,
+            tok_per_s=float(part["completion_tokens"].sum() / max(1e-9, levels(part, 1)[2][-1])) if len(part) else None,
             answers=len(part) if bad else judged[0][name],
             garbage=int(part["flags"].isin(bad).sum()) if bad else judged[1][name],
         ))  # fmt: skip

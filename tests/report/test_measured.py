@@ -318,6 +318,21 @@ def test_all_tables_are_written_once_under_their_names(tmp_path: Path) -> None:
     assert {line["what"]: line["value"] for line in summary}["running"] == 64
 
 
+def test_a_slow_server_is_found_by_its_answers_where_it_tells_no_rate(tmp_path: Path) -> None:
+    """Three servers with gauges alone keep 10 requests each; those of one take three times as long."""
+    slow = {0: 3}
+    samples = [{"at": START + at, "server": f"s{nth}", "num_running_reqs": 10, "num_queue_reqs": 0}
+               for at in range(0, 600, 5) for nth in range(3)]  # fmt: skip
+    times = [(nth, start, 20 * slow.get(nth, 1)) for nth in range(3) for start in range(0, 600, 20 * slow.get(nth, 1))]
+    each = [(nth, start, took) for nth, start, took in times for _ in range(10)]
+    rows = [row(i, server=f"s{nth}", submitted_at=START + start, latency_s=took, completion_tokens=200)
+            for i, (nth, start, took) in enumerate(each)]  # fmt: skip
+    data = report.load(write_run(tmp_path, rows, samples=samples, rows_per_shard=500))
+    assert [round(each.tok_per_s or 0) for each in data.watched] == [33, 100, 100]
+    found = {(line["finding"], line["of"]) for line in details.findings(data, None).rows}
+    assert ("slow server", "s0") in found
+
+
 def without_samples(root: Path, which: str, name: str, engine: str = "sglang") -> RunData:
     """The same rows of a run that nobody sampled."""
     folder = write(root, which, name=name, engine=engine)
