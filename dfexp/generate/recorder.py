@@ -74,12 +74,14 @@ class Recorder:
                 wait_s = min(wait_s * 2, _MOST_WAIT_S)
 
     async def _commit(self) -> None:
-        rows, failures = self._rows[:], self._failures[:]
+        rows, failures = self._rows[: self._shards.most_rows], self._failures[:]
         if not rows and not failures:
             return
         loop = asyncio.get_running_loop()
         sealed = await loop.run_in_executor(self._thread, self._shards.commit, rows, failures)
         del self._rows[: len(rows)], self._failures[: len(failures)]
+        if self.backlog:
+            self._wake.set()
         for shard in sealed:
             self._events.record("shard_sealed", shard=shard.name, rows=shard.rows)
         if self._shards.seal_error is not None:

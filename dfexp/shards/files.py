@@ -75,8 +75,6 @@ def lock(folder: Path) -> int:
     StorageError if the disk refuses.
     """
     path = folder / LOCK
-    if path.is_symlink():
-        raise foreign_file(path)
     with disk(f"lock {path}", "Fix the folder."), ExitStack() as undo:
         # The file stays for ever: removing it would let two writers lock two files of one name.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)

@@ -21,6 +21,7 @@ from dfexp.shards.files import ShardEntry, foreign_file
 from dfexp.shards.reader import read_entry
 from dfexp.shards.recovery import Found, inspect
 
+_MOST_SHARDS = 32
 _REPAIRED = "surrogates_repaired"
 _NO_HARD_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV}
 
@@ -149,6 +150,11 @@ class Shards:
     def failed(self) -> int:
         """Indices that failed and are not done."""
         return len(self._failed)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that one commit should be given at most: it keeps a file open for every shard that they fill."""
+        return _MOST_SHARDS * self._manifest.rows_per_shard
 
     def is_done(self, index: int) -> bool:
         """Whether the row of an index is safe on disk."""
