@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("playwright")
-
 from playwright.sync_api import Browser, sync_playwright
 
+from dfexp import control
 from dfexp.control import wait_until
 from dfexp.errors import FleetError
 from dfexp.fleet import attach
@@ -64,14 +62,16 @@ def project(tmp_path: Path) -> Iterator[Project]:
     (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     made = Project(root)
     yield made
+    if control.living_process(made.run):  # of a test that failed half-way; it holds the fleet
+        control.send(made.run, control.STOP_NOW, reason="the test is over")
+        control.wait_until(lambda: control.living_process(made.run) is None, 60)
     with contextlib.suppress(FleetError):
         attach(made.fleet).down(drain_s=0)
 
 
 @pytest.fixture
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine")
+    assert CHROMIUM, "there is no Chromium on the PATH: `make chromium` installs Debian's, else install it yourself"
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield running
