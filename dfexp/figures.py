@@ -84,6 +84,7 @@ def throughput(data: report.RunData) -> Chart:
         for server, part in rates.groupby("server"):
             x, width, _ = _bins(data, part)
             figure.add_bar(x=x, y=part["completion_tok_per_s"], width=width, name=str(server))
+    figure.update_xaxes(dtick=_tick(data))
     return finish(figure, _source(data), "Throughput over time", subtitle, _time_axis(data)[1], axis)
 
 
@@ -91,10 +92,13 @@ def gap(data: report.RunData) -> Chart:
     """What the rate at which servers decode is made of: finished answers, growth in flight, and what is unexplained."""
     rates, figure = series.rates(data), go.Figure(layout={"barmode": "relative"})
     x, width, title = _bins(data, rates)
-    for name, words in _PARTS.items():
-        figure.add_bar(x=x, y=rates[name], width=width, name=words)
-    figure.add_scatter(x=x, y=rates["server"], name="decoded (servers)", line={"color": PALETTE[7], "width": 2})
+    for (name, words), color in zip(_PARTS.items(), PALETTE, strict=False):
+        if rates.empty or rates[name].notna().any():
+            figure.add_bar(x=x, y=rates[name], width=width, name=words, marker_color=color)
+    if rates["server"].notna().any():
+        figure.add_scatter(x=x, y=rates["server"], name="decoded (servers)", line={"color": PALETTE[7], "width": 2})
     subtitle = f"Within each {_width(rates)}; in flight: tokens that are made and not yet answered, of finished rows"
+    figure.update_xaxes(dtick=_tick(data))
     return finish(figure, _source(data), "Servers' rate and client's rate", subtitle, title, "completion tokens/s")
 
 
@@ -258,6 +262,11 @@ def _time_axis(data: report.RunData) -> tuple[float, str]:
     span_s = data.ended - data.began
     unit_s, unit = (3600.0, "h") if span_s > 36_000 else (60.0, "min") if span_s > 600 else (1.0, "s")
     return unit_s, f"{'simulated ' if data.is_virtual else ''}time since the first request ({unit})"
+
+
+def _tick(data: report.RunData) -> float:
+    """Between two marks on the axis of time: plotly puts those of bars that differ in width at odd places."""
+    return _bin_size(3 * max(1.0, data.ended - data.began) / _time_axis(data)[0])
 
 
 def _bins(data: report.RunData, frame: pd.DataFrame) -> tuple[pd.Series, pd.Series, str]:
