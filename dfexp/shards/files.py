@@ -83,8 +83,8 @@ def lock(folder: Path) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockedError(f"{folder} is being written by {_holder(fd)}. Stop it, or wait until it ends.") from None
-        head = os.pread(fd, len(_NOTE), 0)
-        if not _NOTE.startswith(head.rstrip(b"\0")):  # a killed writer leaves it empty, a loss of power torn or zeroed
+        # A killed writer leaves it empty, a loss of power torn or zeroed.
+        if not _NOTE.startswith(os.pread(fd, len(_NOTE), 0).rstrip(b"\0")):
             raise foreign_file(path)
         os.ftruncate(fd, 0)
         os.pwrite(fd, encode_line({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}), 0)
@@ -178,9 +178,8 @@ class ManifestWriter:
             if self._encoded.get(entry.name, (None,))[0] is not entry:
                 self._encoded[entry.name] = entry, entry.model_dump_json().encode("ascii"), done_lines(entry)
         parts = [self._encoded[entry.name] for entry in manifest.shards]
-        head = manifest.model_dump_json(exclude={"shards"}).removesuffix("}").encode("ascii")
-        lines = b",\n".join(line for _, line, _ in parts)
-        write_atomic(self._folder / MANIFEST, b'%b,"shards":[\n%b\n]}\n' % (head, lines))
+        head = manifest.model_dump_json(exclude={"shards"}).removesuffix("}").encode("ascii") + b',"shards":[\n'
+        write_atomic(self._folder / MANIFEST, head + b",\n".join(line for _, line, _ in parts) + b"\n]}\n")
         write_atomic(self._folder / DONE_INDICES, b"".join(indices for _, _, indices in parts))
 
 

@@ -40,10 +40,18 @@ def place(tmp_path: Path) -> Iterator[Path]:
     """A project folder; at the end no process works in it."""
     (tmp_path / "params").mkdir()
     yield tmp_path
-    left = [process.pid for process in psutil.process_iter() if is_of(process, tmp_path)]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left, "a test left processes behind"
+    gone = control.wait_until(
+        lambda: not processes_of(tmp_path), 20.0
+    )  # what simulates servers ends after the last one
+    left = [" ".join(process.cmdline()) for process in processes_of(tmp_path)]
+    for process in processes_of(tmp_path):
+        process.kill()
+    assert gone, left
+
+
+def processes_of(place: Path) -> list[psutil.Process]:
+    """Those that belong to the folder."""
+    return [process for process in psutil.process_iter() if is_of(process, place)]
 
 
 def is_of(process: psutil.Process, place: Path) -> bool:
