@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import signal
 import time
 import traceback
@@ -18,24 +17,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from dfexp import control
-from dfexp.errors import AccessDenied, DfexpError, RateLimited, RequestError, RunError, StorageError, Unreachable
-from dfexp.fleet import Fleet, scrub
+from dfexp.errors import DfexpError, RunError, StorageError
+from dfexp.fleet import Fleet
 from dfexp.fleet.record import read_group
 from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
-from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
 from dfexp.generate.notify import Lookout, tell
 from dfexp.generate.recorder import Recorder
 from dfexp.generate.rolling import Rolling
+from dfexp.generate.serve import Serving
 from dfexp.generate.status import Overview
-from dfexp.generate.verdicts import FailureStreak, answer_s, is_final, retry_wait_s
 from dfexp.generate.work import Job, WorkQueue
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
 from dfexp.processes import ProcessId
 from dfexp.prompts import FrozenPrompts
-from dfexp.records import SIMULATED, Answer, Completion, Failure, Prompt, ServerLimits
+from dfexp.records import ServerLimits
 from dfexp.rollout import Terms
 from dfexp.shards import Shards
 
@@ -43,8 +41,6 @@ TICK_S = 0.1
 STATUS_EVERY_S = 1.0
 MOST_BACKLOG = 2000
 """Rows not yet safe on the disk after which servers are fed no more."""
-
-MOST_FAILURES_IN_A_ROW = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +75,6 @@ class Loop:
     def __init__(self, setup: Setup) -> None:
         self._s, self._generation = setup, setup.spec.generation
         self._queue = WorkQueue(setup.rows, len(setup.rows))
-        self._fields, self._key = request_fields(self._generation), setup.fleet.key
         self._lanes: list[Lane] = []
         self._started = time.monotonic()
         self._recorder = Recorder(setup.shards, setup.events)
@@ -87,15 +82,13 @@ class Loop:
         self._progress = self._overview.progress
         self._lookout = Lookout(self._generation.stall_s, self._started)
         self._telling = set[asyncio.Task[None]]()
-        self._streak = FailureStreak.of(MOST_FAILURES_IN_A_ROW)
-        self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
+        self._serving = Serving(setup, self._queue, self._recorder, self._overview, self._fail)
         self._wake = asyncio.Event()
         self._state = "running"
         self._reason: str | None = None
         self._drain_until: float | None = None
         self._next_status = self._next_look = 0.0
         self._all_down_since: float | None = None
-        self._refused_since: float | None = None
         self._rolling = Rolling(
             fleet=setup.fleet, lanes=self._lanes, events=setup.events, generation=self._generation,
             configs=setup.configs,
@@ -191,7 +184,7 @@ class Loop:
                     ready.remove(lane)
 
     def _submit(self, lane: Lane, job: Job) -> None:
-        task = asyncio.create_task(self._serve(lane, job))
+        task = asyncio.create_task(self._serving.serve(lane, job))
         lane.tasks[task] = time.monotonic()
         self._overview.sent(lane.name, job.index)
         task.add_done_callback(lambda finished: self._settled(lane, job, finished))
@@ -205,71 +198,6 @@ class Loop:
             self._queue.put_back(job, not_before=0.0)
         elif task.exception() is not None:
             self._fail(f"{type(task.exception()).__name__}: {task.exception()}")
-
-    async def _serve(self, lane: Lane, job: Job) -> None:
-        """One row at one server."""
-        generation, prompt = self._generation, self._s.prompts[job.index]
-        cap = None if generation.max_tokens == "fit" else generation.max_tokens
-        context = lane.limits.context_length
-        sampling = dict(self._fields)
-        if generation.seed is not None:
-            sampling["seed"] = (generation.seed + job.index) % 2**31
-        try:
-            answer = await lane.client.complete(
-                prompt.messages,
-                max_tokens=cap,
-                context_length=context,
-                timeout_s=answer_s(generation, cap or context),
-                sampling=sampling,
-            )
-        except RequestError as error:
-            self._take_error(lane, job, prompt, error)
-        else:
-            self._take_answer(lane, job, prompt, answer)
-
-    def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer) -> None:
-        flags = self._overview.flags(answer)
-        row = Completion(
-            index=job.index, id=prompt.id, messages=prompt.messages, text=answer.text,
-            finish_reason=answer.finish_reason, prompt_tokens=answer.prompt_tokens,
-            completion_tokens=answer.completion_tokens, max_tokens=answer.max_tokens, server=lane.name,
-            config_id=lane.config_id, attempt=job.attempt, submitted_at=answer.submitted_at, latency_s=answer.latency_s,
-            flags=flags + ((SIMULATED,) if self._s.fleet.engine.name == SIMULATED else ()),
-        )  # fmt: skip
-        self._recorder.add(row)  # before all that only watches
-        for failure in self._streak.success():
-            self._recorder.add_failure(failure)
-        self._refused_since = None
-        lane.completed(time.monotonic())
-        self._overview.answered(lane.name, job.index, answer, flags)
-
-    def _take_error(self, lane: Lane, job: Job, prompt: Prompt, error: RequestError) -> None:
-        now, words = time.monotonic(), scrub(str(error), self._key)
-        self._refused_since = (self._refused_since or now) if isinstance(error, RateLimited) else None
-        if isinstance(error, RateLimited):
-            lane.pause(now, retry_wait_s(error, job.attempt, self._draw) or 1.0)
-        elif isinstance(error, (Unreachable, AccessDenied)):
-            lane.suspect(denied=error.stops_run)
-        if error.stops_run and not self._progress.rows:
-            self._fail(f"{lane.name}: {words}. Every row would fail like this one.")
-        if error.retryable and error.counts_as_attempt:
-            lane.stumbled()
-        if not is_final(error, job.attempt, self._generation.max_attempts):
-            lane.failed()
-            wait_s = retry_wait_s(error, job.attempt, self._draw)
-            attempt = job.attempt + error.counts_as_attempt
-            self._queue.put_back(Job(index=job.index, attempt=attempt, avoid=lane.name), not_before=now + wait_s)
-            return
-        self._progress.failed()
-        failure = Failure(
-            index=job.index, id=prompt.id, kind=error.kind, message=words, attempts=job.attempt, server=lane.name,
-            config_id=lane.config_id, at=time.time(),
-        )  # fmt: skip
-        if self._streak.failure(failure):
-            self._fail(
-                f"{self._streak.length} rows failed one after the other, the last with: {words}. They are not "
-                "counted as failed: fix the cause, then resume."
-            )
 
     def _fail(self, reason: str) -> None:
         """Stop because going on would burn rows. The first reason counts."""
@@ -328,8 +256,8 @@ class Loop:
 
     def _look_for_refusals(self, now: float) -> None:
         """Give up when all that servers did for too long was to turn requests away, as a gateway without quota does."""
-        give_up_s = self._generation.give_up_s
-        if self._refused_since is None or now - self._refused_since < give_up_s:
+        give_up_s, refused_since = self._generation.give_up_s, self._serving.refused_since
+        if refused_since is None or now - refused_since < give_up_s:
             return
         if not any(now - sent > give_up_s / 2 for lane in self._lanes for sent in lane.tasks.values()):
             self._fail(f"servers turned requests away for {give_up_s:.0f} s without completing one (give_up_s)")
@@ -342,7 +270,7 @@ class Loop:
 
     def _write_status(self, state: str) -> asyncio.Future[None]:
         return self._overview.write(
-            state, self._streak.held, reason=self._reason, rollout=deepcopy(self._rolling.status),
+            state, self._serving.streak.held, reason=self._reason, rollout=deepcopy(self._rolling.status),
             refusals=dict(self._refusals), disk_refuses=self._recorder.refusal,
         )  # fmt: skip
 
@@ -352,7 +280,7 @@ class Loop:
             task.cancel()
         await asyncio.gather(*self._all_tasks(), return_exceptions=True)
         if self._state != "failing":
-            for failure in self._streak.flush():
+            for failure in self._serving.streak.flush():
                 self._recorder.add_failure(failure)
         self._recorder.finish(within_s=max(5.0, self._generation.drain_s))
         try:
