@@ -9,12 +9,14 @@ a request that was never sent from one whose answer was lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import ssl
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from types import MappingProxyType
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -26,6 +28,7 @@ from dfexp.errors import (
     BadAnswer,
     ConnectionLost,
     PromptTooLong,
+    RateLimited,
     Refused,
     RequestError,
     TimedOut,
@@ -38,6 +41,8 @@ from dfexp.records import Answer, Message
 CONNECT_TIMEOUT_S = 10.0
 
 _KEEP_ALIVE_S = 4.0  # uvicorn closes after 5 s, and a request that crosses with its closing is lost
+_LOST_ENDS = ("abort", "error")  # by which servers say that the answer is not whole, through no fault of its row
+_FULL = re.compile(r"queue is full", re.I)  # SGLang's words for a refusal that comes as 500 or 503
 _PLAIN = {"extra_json", "security"}  # options of openai that ask for nothing beyond the body
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -156,7 +161,7 @@ class ServerClient:
         *,
         max_tokens: int | None,
         context_length: int | None = None,
-        timeout_s: float,
+        timeout_s: float | None,
         sampling: Mapping[str, Any] | None = None,
     ) -> Answer:
         """One completion.
@@ -165,7 +170,7 @@ class ServerClient:
             messages: the chat.
             max_tokens: the most tokens an answer may have; None means all the room there is.
             context_length: tokens of prompt and answer together, if known.
-            timeout_s: time for the whole answer.
+            timeout_s: time for the whole answer; None: the caller has a limit of its own.
             sampling: more fields of the request's body.
 
         Raises a RequestError subclass.
@@ -185,7 +190,7 @@ class ServerClient:
             raise Refused(str(refusal), status=refusal.status) from None
 
     async def _once(
-        self, messages: Sequence[Message], max_tokens: int | None, timeout_s: float, sampling: Mapping[str, Any]
+        self, messages: Sequence[Message], max_tokens: int | None, timeout_s: float | None, sampling: Mapping[str, Any]
     ) -> Answer:
         submitted_at, start = time.time(), time.monotonic()
         body: dict[str, Any] = {"model": self.model, "messages": messages, **sampling}
@@ -225,11 +230,16 @@ def _read(reply: object, max_tokens: int | None, submitted_at: float, latency_s:
     if not isinstance(reply, dict):
         raise BadAnswer(f"HTTP 200 with no chat completion: {_cut(str(reply))}", status=200)
     choices = reply.get("choices")
+    if choices is None and (status := _told_status(reply)):
+        raise _refusal(status, reply, "", None)
     choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(choice, dict) or not isinstance(message, dict):
         raise BadAnswer(f"HTTP 200 without exactly one choice: {_cut(repr(choices or reply))}", status=200)
-    text, flags = _joined_text(message)
+    ended = choice.get("finish_reason")
+    if ended in _LOST_ENDS:
+        raise BadAnswer(f"HTTP 200 with finish_reason {ended}: the server gave the answer up", status=200)
+    text, flags = _joined_text(message, is_cut=ended == "length")
     usage = reply.get("usage")
     prompt_tokens, completion_tokens = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
     if completion_tokens is None:
@@ -237,9 +247,6 @@ def _read(reply: object, max_tokens: int | None, submitted_at: float, latency_s:
     text, repaired = repair_text(text)
     if repaired:
         flags.append("surrogates_repaired")
-    if not text.strip():
-        flags.append("empty")
-    ended = choice.get("finish_reason")
     return Answer(
         text=text,
         finish_reason=ended if isinstance(ended, str) else None,
@@ -252,8 +259,11 @@ def _read(reply: object, max_tokens: int | None, submitted_at: float, latency_s:
     )
 
 
-def _joined_text(message: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The raw generation: a thought that the server split off is put back inline, as the model wrote it."""
+def _joined_text(message: Mapping[str, Any], *, is_cut: bool) -> tuple[str, list[str]]:
+    """The raw generation: a thought that the server split off is put back inline, as the model wrote it.
+
+    Args: is_cut, for its length: then a thought without an answer has no end either.
+    """
     content = message.get("content")
     thought = message.get("reasoning_content") or message.get("reasoning")
     for part in (content, thought):
@@ -262,6 +272,8 @@ def _joined_text(message: Mapping[str, Any]) -> tuple[str, list[str]]:
             raise BadAnswer(f"HTTP 200 whose text is {kind}, not a string: {_cut(repr(part))}", status=200)
     if not thought:
         return content or "", []
+    if is_cut and not content:
+        return f"<think>\n{thought.strip()}", ["reasoning_rejoined"]
     return f"<think>\n{thought.strip()}\n</think>\n\n{(content or '').lstrip()}", ["reasoning_rejoined"]
 
 
@@ -285,14 +297,29 @@ def _raise_classified(error: openai.OpenAIError) -> NoReturn:
 
 
 def _raise_for_status(error: openai.APIStatusError) -> NoReturn:
-    status, words = error.status_code, _server_words(error)
     retry_after_s = _retry_after_s(error.response.headers.get("retry-after"))
-    sizes = context_sizes(words, error.body)
-    if sizes is not None and status in (400, 413, 422, 500):
-        raise _SizesNamed(words, status=status, room=sizes[1] - sizes[0]) from error
-    if status in (400, 413, 422, 500) and _TOO_LONG.search(words):
-        raise PromptTooLong(words, status=status) from error
-    raise of_status(status, words, retry_after_s) from error
+    raise _refusal(error.status_code, error.body, error.message, retry_after_s) from error
+
+
+def _refusal(status: int, body: object, otherwise: str, retry_after_s: float | None) -> RequestError:
+    """The error that a server's refusal stands for. Args: otherwise, its words where the body has none."""
+    words, sizes = _server_words(status, body, otherwise), None
+    if status in (400, 413, 422, 500):
+        sizes = context_sizes(words, body)
+        if sizes is None and _TOO_LONG.search(words):
+            return PromptTooLong(words, status=status)
+    if sizes is not None:
+        return _SizesNamed(words, status=status, room=sizes[1] - sizes[0])
+    if status in (500, 503) and _FULL.search(words):
+        return RateLimited(words, status=status, retry_after_s=retry_after_s)
+    return of_status(status, words, retry_after_s)
+
+
+def _told_status(reply: Mapping[str, Any]) -> int | None:
+    """The status that an error in a 200 reply names."""
+    fields = reply if reply.get("object") == "error" else reply.get("error")
+    code = fields.get("code") if isinstance(fields, Mapping) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else None
 
 
 def context_sizes(words: str, body: object = None) -> tuple[int, int] | None:
@@ -309,23 +336,22 @@ def context_sizes(words: str, body: object = None) -> tuple[int, int] | None:
     return None
 
 
-def _server_words(error: openai.APIStatusError) -> str:
+def _server_words(status: int, body: object, otherwise: str) -> str:
     """What the server said, without the client's wrapping; a page of HTML is cut to its start."""
-    body: Any = error.body
     if isinstance(body, Mapping):
         inner = body.get("error", body)
         message = inner.get("message") if isinstance(inner, Mapping) else inner
         if isinstance(message, str):
-            return f"HTTP {error.status_code}: {_cut(message)}"
-    return f"HTTP {error.status_code}: {_cut(str(body or error.message))}"
+            return f"HTTP {status}: {_cut(message)}"
+    return f"HTTP {status}: {_cut(str(body or otherwise))}"
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Seconds of a Retry-After header; the date form, which no inference server sends, counts as not given."""
-    try:
-        return max(0.0, float(value)) if value is not None else None
-    except ValueError:
-        return None
+    """Seconds of a Retry-After header, which is a number or a date; None where it is neither."""
+    for read in (float, lambda date: parsedate_to_datetime(date).timestamp() - time.time()):
+        with contextlib.suppress(ValueError, OverflowError):
+            return max(0.0, read(value)) if value is not None else None
+    return None
 
 
 def _cut(text: str, most: int = 2000) -> str:

@@ -21,6 +21,7 @@ EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s@]+(/[^\s@]*)?$")]
 NamedPath = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00/. ][^\x00/]*/*$")]
 Command = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
+Policy = Literal["keep", "retry", "fail"]
 _OWN_BODY_KEYS = ("model", "messages", "stream", "stream_options", "n")
 
 
@@ -143,6 +144,19 @@ class PromptsGroup(Group):
     limit: int | None = Field(None, ge=1, description="take only the first so many")
 
 
+class SpoiledGroup(Group):
+    """What becomes of an answer that has a flag: keep it; retry at another server, and keep the last one; or fail."""
+
+    empty: Policy = Field("retry", description="no text, or none after the thought")
+    garbage: Policy = Field("keep", description="one piece over and over, or nothing for its tokens: a broken server")
+    looping: Policy = Field("keep", description="cut for its length while it said one thing over and over")
+    unclosed_thought: Policy = Field("keep", description="a thought without </think>")
+    truncated: Policy = Field("keep", description="cut for its length (finish_reason length)")
+    unknown_end: Policy = Field("keep", description="no finish_reason, or one that is not usual")
+    nul: Policy = Field("keep", description="it holds a NUL character")
+    surrogates_repaired: Policy = Field("keep", description="it held half of a character")
+
+
 class GenerationGroup(Group):
     """How completions are made and written."""
 
@@ -158,7 +172,8 @@ class GenerationGroup(Group):
     concurrency: Literal["auto"] | Count = Field("auto", description="requests in flight per server; auto: its own cap")
     rows_per_shard: int = Field(500, ge=1, le=100_000, description="completions in one file")
     max_attempts: int = Field(4, ge=1, le=100, description="times a row is sent before it counts as failed")
-    slowest_tok_per_s: float = Field(2.0, gt=0, description="slowest healthy decoding; sets a request's time limit")
+    spoiled: SpoiledGroup = Field(SpoiledGroup(), description="answers with flags: each is keep, retry or fail")
+    slowest_tok_per_s: float | None = Field(None, gt=0, description="sets a request's time limit; default: as measured")
     drain_s: float = Field(60.0, ge=0, description="time that requests in flight get when the run is stopped")
     stall_s: float = Field(300.0, gt=0, description="time without a new token after which a busy server is restarted")
     give_up_s: float = Field(1800.0, gt=0, description="time without any reachable server after which the run stops")

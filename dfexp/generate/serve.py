@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dfexp.errors import AccessDenied, RateLimited, RequestError, Unreachable
+from dfexp.errors import AccessDenied, RateLimited, RequestError, TimedOut, Unreachable
 from dfexp.fleet import scrub
+from dfexp.generate import verdicts
 from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
 from dfexp.generate.recorder import Recorder
 from dfexp.generate.status import Overview
-from dfexp.generate.verdicts import FailureStreak, answer_s, is_final, retry_wait_s
+from dfexp.generate.verdicts import FailureStreak, Pace, SpoiledStreak
 from dfexp.generate.work import Job, WorkQueue
 from dfexp.records import SIMULATED, Answer, Completion, Failure, Prompt
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from dfexp.generate.loop import Setup
 
 MOST_FAILURES_IN_A_ROW = 50
+_SHOWN_CHARACTERS = 200
+_Setting = tuple[str, str]  # a server's name and its configuration
 
 
 class Serving:
@@ -38,32 +43,71 @@ class Serving:
         self._queue, self._recorder, self._overview, self._fail = queue, recorder, overview, fail
         self._fields = request_fields(self._generation)
         self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
-        self.streak = FailureStreak.of(MOST_FAILURES_IN_A_ROW)
+        self._lanes: dict[str, Lane] = {}  # that were given a row
+        self._reseeded: set[int] = set()  # rows whose answer was not taken: the next one must be another
+        self._paces = defaultdict[_Setting, Pace](Pace)
+        self._open: dict[asyncio.Timeout, tuple[_Setting, float, int | None]] = {}  # when sent, and the most tokens
+        self.streak, self._spoiled = FailureStreak.of(MOST_FAILURES_IN_A_ROW), SpoiledStreak(MOST_FAILURES_IN_A_ROW)
         self.refused_since: float | None = None
 
     async def serve(self, lane: Lane, job: Job) -> None:
         """One row at one server."""
-        generation, prompt = self._generation, self._s.prompts[job.index]
+        generation, prompt, self._lanes[lane.name] = self._generation, self._s.prompts[job.index], lane
         cap = None if generation.max_tokens == "fit" else generation.max_tokens
         context = lane.limits.context_length
-        sampling = dict(self._fields)
+        sampling, is_reseeded = dict(self._fields), job.index in self._reseeded
         if generation.seed is not None:
-            sampling["seed"] = (generation.seed + job.index) % 2**31
+            sampling["seed"] = verdicts.seed_of(generation.seed, job.index, job.attempt if is_reseeded else 1)
+        setting, most, sent = (lane.name, lane.config_id), cap or context, asyncio.get_running_loop().time()
+        limit_s = verdicts.answer_s(generation, most, self._paces[setting].slowest)
+        limit = asyncio.timeout_at(sent + limit_s)
         try:
-            answer = await lane.client.complete(
-                prompt.messages,
-                max_tokens=cap,
-                context_length=context,
-                timeout_s=answer_s(generation, cap or context),
-                sampling=sampling,
-            )
+            async with limit:
+                self._open[limit] = setting, sent, most
+                try:
+                    answer = await lane.client.complete(
+                        prompt.messages, max_tokens=cap, context_length=context, timeout_s=None, sampling=sampling
+                    )
+                finally:
+                    del self._open[limit]
         except RequestError as error:
             self._take_error(lane, job, prompt, error)
+        except TimeoutError:
+            took_s = asyncio.get_running_loop().time() - sent
+            words = f"no whole answer in {took_s:.0f} s, the most that {most or 'any number of'} tokens may take here"
+            self._take_error(lane, job, prompt, TimedOut(f"{words} (generation.slowest_tok_per_s)"))
         else:
-            self._take_answer(lane, job, prompt, answer)
+            self._learn(setting, answer)
+            self._take_answer(lane, job, prompt, answer, is_reseeded and generation.seed is not None)
 
-    def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer) -> None:
+    def _learn(self, setting: _Setting, answer: Answer) -> None:
+        """Let an answer tell how fast its server is. Requests that wait there get the time that is right by that."""
+        pace = self._paces[setting]
+        if pace.answered(answer.completion_tokens, answer.latency_s):
+            for limit, (place, sent, most) in self._open.items():
+                if place == setting and not limit.expired():
+                    limit.reschedule(sent + verdicts.answer_s(self._generation, most, pace.slowest))
+
+    def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer, is_reseeded: bool) -> None:
         flags = self._overview.flags(answer)
+        self.refused_since = None
+        policy, kind = verdicts.policy_of(self._generation.spoiled, flags)
+        if policy == "retry" and job.attempt < self._generation.max_attempts:
+            self._reseeded.add(job.index)
+            self._overview.progress.flags[f"{kind}_retried"] += 1
+            self._put_back(job, attempt=job.attempt + 1, avoid=lane.name)
+        elif policy == "fail":
+            self._give_up(lane, job, prompt, kind, f"the answer has the flag {kind}: {_shown(answer.text)}")
+        else:
+            self._keep(lane, job, prompt, answer, flags + ("reseeded",) * is_reseeded)
+        lane.completed(time.monotonic())
+        if self._spoiled.answered(lane.name, flags, [one.name for one in self._lanes.values() if one.serves]):
+            self._fail(
+                f"{self._spoiled.length} answers one after the other, from all servers, were empty or garbage, the "
+                f"last from {lane.name}: {_shown(answer.text)}. Rows that were kept have a flag: fix the cause, resume."
+            )
+
+    def _keep(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer, flags: tuple[str, ...]) -> None:
         row = Completion(
             index=job.index, id=prompt.id, messages=prompt.messages, text=answer.text,
             finish_reason=answer.finish_reason, prompt_tokens=answer.prompt_tokens,
@@ -72,36 +116,48 @@ class Serving:
             flags=flags + ((SIMULATED,) if self._s.fleet.engine.name == SIMULATED else ()),
         )  # fmt: skip
         self._recorder.add(row)  # before all that only watches
+        self._reseeded.discard(job.index)
         for failure in self.streak.success():
             self._recorder.add_failure(failure)
-        self.refused_since = None
-        lane.completed(time.monotonic())
         self._overview.answered(lane.name, job.index, answer, flags)
 
     def _take_error(self, lane: Lane, job: Job, prompt: Prompt, error: RequestError) -> None:
         now, words = time.monotonic(), scrub(str(error), self._s.fleet.key)
-        self.refused_since = (self.refused_since or now) if isinstance(error, RateLimited) else None
+        is_refusal = isinstance(error, RateLimited)
+        self.refused_since = (self.refused_since or now) if is_refusal else None
         if isinstance(error, RateLimited):
-            lane.pause(now, retry_wait_s(error, job.attempt, self._draw) or 1.0)
+            lane.pause(now, verdicts.pause_s(error, self._draw))
         elif isinstance(error, (Unreachable, AccessDenied)):
             lane.suspect(denied=error.stops_run)
         if error.stops_run and not self._overview.progress.rows:
             self._fail(f"{lane.name}: {words}. Every row would fail like this one.")
         if error.retryable and error.counts_as_attempt:
             lane.stumbled()
-        if not is_final(error, job.attempt, self._generation.max_attempts):
-            lane.failed()
-            wait_s = retry_wait_s(error, job.attempt, self._draw)
-            attempt = job.attempt + error.counts_as_attempt
-            self._queue.put_back(Job(index=job.index, attempt=attempt, avoid=lane.name), not_before=now + wait_s)
+        if verdicts.is_final(error, job.attempt, self._generation.max_attempts):
+            self._give_up(lane, job, prompt, error.kind, words)
             return
+        lane.failed()
+        elsewhere = any(other.serves for other in self._lanes.values() if other is not lane)
+        wait_s = verdicts.retry_wait_s(error, job.attempt, self._draw, elsewhere=elsewhere)
+        attempt, avoid = job.attempt + error.counts_as_attempt, None if is_refusal else lane.name
+        self._put_back(job, attempt=attempt, avoid=avoid, not_before=now + wait_s)
+
+    def _put_back(self, job: Job, *, attempt: int, avoid: str | None, not_before: float = 0.0) -> None:
+        self._queue.put_back(Job(index=job.index, attempt=attempt, avoid=avoid), not_before=not_before)
+
+    def _give_up(self, lane: Lane, job: Job, prompt: Prompt, kind: str, words: str) -> None:
+        """A row has failed for good."""
         self._overview.progress.failed()
         failure = Failure(
-            index=job.index, id=prompt.id, kind=error.kind, message=words, attempts=job.attempt, server=lane.name,
-            config_id=lane.config_id, at=time.time(),
+            index=job.index, id=prompt.id, kind=kind, message=scrub(words, self._s.fleet.key), attempts=job.attempt,
+            server=lane.name, config_id=lane.config_id, at=time.time(),
         )  # fmt: skip
         if self.streak.failure(failure):
             self._fail(
-                f"{self.streak.length} rows failed one after the other, the last with: {words}. They are not "
+                f"{self.streak.length} rows failed one after the other, the last with: {failure.message}. They are not "
                 "counted as failed: fix the cause, then resume."
             )
+
+
+def _shown(text: str) -> str:
+    return repr(text[:_SHOWN_CHARACTERS]) + ("..." if len(text) > _SHOWN_CHARACTERS else "")

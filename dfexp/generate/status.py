@@ -23,7 +23,7 @@ from dfexp.fleet import Fleet
 from dfexp.generate.events import Guard
 from dfexp.generate.progress import Progress, Traffic
 from dfexp.params import AnyFleet, RunSpec, SimulatedFleet
-from dfexp.quality import garbage
+from dfexp.quality import flags
 from dfexp.records import GARBAGE, Answer, EngineSample, Failure, Prompt, ServerLimits
 from dfexp.sampler import Sampler
 from dfexp.virtual_time import CLOCK, LiveClock
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput")
 _MOST_FINDINGS, _FORGOTTEN_S = 5, 600.0  # shown; a finding that was away for so long is told anew
 _LOOKS = 2  # samples between two diagnoses
-_JUDGED_CHARACTERS = 2000  # of each answer; takes 0.01 ms, and 1 ms of one that is garbage
 _PROMPTS = 2000  # tell how much prompts share
 
 
@@ -96,10 +95,10 @@ class Overview:
         await asyncio.gather(self._sampler.run(), self._look())
 
     def flags(self, answer: Answer) -> tuple[str, ...]:
-        """What its row is to say of an answer: the flags that it came with, and whether it is garbage."""
+        """What its row is to say of an answer: the flags that it came with, and what its content shows."""
         with self._guard("answers"):
-            why = garbage(answer.text[:_JUDGED_CHARACTERS], answer.completion_tokens)
-            return (*answer.flags, *([GARBAGE] if why else ()))
+            thinking = self._s.spec.generation.enable_thinking is True
+            return answer.flags + flags(answer.text, answer.finish_reason, answer.completion_tokens, thinking=thinking)
         return answer.flags
 
     def sent(self, server: str, index: int) -> None:

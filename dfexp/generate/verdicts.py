@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
-from dfexp.errors import PromptTooLong, RequestError
-from dfexp.params import GenerationGroup
-from dfexp.records import Failure
+from dfexp.errors import PromptTooLong, RateLimited, RequestError
+from dfexp.params import GenerationGroup, Policy, SpoiledGroup
+from dfexp.records import GARBAGE, Failure
 
-_FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
+_FIRST_WAIT_S, _MOST_WAIT_S, _LEAST_PAUSE_S, _MOST_ASKED_S = 0.5, 30.0, 0.05, 600.0
+_UNKNOWN_TOK_PER_S, _SLOWER = 2.0, 4.0  # until answers tell how fast a server is; and how much slower one may be
+_RESEED = 21_000_001  # far more than a run has rows, so that no two rows and attempts share a seed
 
 
 def is_final(error: RequestError, attempt: int, max_attempts: int) -> bool:
@@ -19,21 +22,100 @@ def is_final(error: RequestError, attempt: int, max_attempts: int) -> bool:
     return error.counts_as_attempt and attempt >= max_attempts
 
 
-def retry_wait_s(error: RequestError, attempt: int, draw: random.Random) -> float:
-    """Seconds before the next try: what the server asked for, else doubling with each attempt, with jitter."""
-    if error.retry_after_s is not None:
-        return min(error.retry_after_s, 600.0)
-    if not error.counts_as_attempt:
+def retry_wait_s(error: RequestError, attempt: int, draw: random.Random, *, elsewhere: bool = False) -> float:
+    """Seconds before a row's next try: what the server asked for, else doubling with each attempt, with jitter.
+
+    None where the row is not to blame, since then its server is left alone; nor the first time where it can go
+    `elsewhere`.
+    """
+    if not error.counts_as_attempt or (elsewhere and attempt == 1):
         return 0.0
+    if error.retry_after_s is not None:
+        return min(error.retry_after_s, _MOST_ASKED_S)
     return min(_MOST_WAIT_S, _FIRST_WAIT_S * float(2 ** (attempt - 1))) * draw.uniform(0.5, 1.5)
 
 
-def answer_s(generation: GenerationGroup, most_tokens: int | None) -> float:
+def pause_s(error: RateLimited, draw: random.Random) -> float:
+    """Seconds for which a server that turns requests away gets none: what it asked for, else about one.
+
+    Never none at all: a server that says 0 with every refusal would be asked thousands of times a second.
+    """
+    asked = draw.uniform(0.5, 1.5) if error.retry_after_s is None else error.retry_after_s
+    return min(max(asked, _LEAST_PAUSE_S), _MOST_ASKED_S)
+
+
+def answer_s(generation: GenerationGroup, most_tokens: int | None, measured_tok_per_s: float | None = None) -> float:
     """The most that an answer of so many tokens may take, in seconds.
 
-    A request may wait for a slot as long as one answer takes, and then be as slow as the slowest healthy one.
+    Of a speed that was asked for: a request may wait for a slot as long as one answer takes, and then be as slow as the
+    slowest healthy one. A measured one has the waiting in it already; an answer may be four times as slow.
     """
-    return 60.0 + 2 * (most_tokens or 32768) / generation.slowest_tok_per_s
+    tokens, asked = most_tokens or 32768, generation.slowest_tok_per_s
+    if asked is None and measured_tok_per_s is not None:
+        return 60.0 + _SLOWER * tokens / measured_tok_per_s
+    return 60.0 + 2 * tokens / (asked or _UNKNOWN_TOK_PER_S)
+
+
+def policy_of(spoiled: SpoiledGroup, flags: Sequence[str]) -> tuple[Policy, str]:
+    """What becomes of an answer with such flags, and the one that decides it: fail before retry before keep."""
+    asked = [(getattr(spoiled, flag, "keep"), flag) for flag in flags]
+    for policy in ("fail", "retry"):
+        if found := [flag for each, flag in asked if each == policy]:
+            return policy, found[0]
+    return "keep", ""
+
+
+def seed_of(seed: int, index: int, attempt: int) -> int:
+    """The seed of a row; `attempt` above 1 where the answer itself was the reason, which must not come again."""
+    return (seed + index + (attempt - 1) * _RESEED) % 2**31
+
+
+@dataclass(slots=True)
+class Pace:
+    """How slow answers of one server have been at the most, in tokens/s of one request, over a number of them together.
+
+    The slowest counts: an answer that began while the server was full must not be judged by those of an empty one.
+    """
+
+    slowest: float | None = None
+    _answers: int = 0
+    _tokens: int = 0
+    _seconds: float = 0.0
+
+    def answered(self, tokens: int | None, latency_s: float, together: int = 32) -> bool:
+        """Count an answer. True when the slowest is another one now."""
+        if not tokens:
+            return False
+        self._answers, self._tokens, self._seconds = self._answers + 1, self._tokens + tokens, self._seconds + latency_s
+        if self._answers < together:
+            return False
+        rate = self._tokens / max(self._seconds, 1e-9)
+        self._answers, self._tokens, self._seconds = 0, 0, 0.0
+        is_slower = self.slowest is None or rate < self.slowest
+        self.slowest = rate if is_slower else self.slowest
+        return is_slower
+
+
+@dataclass(slots=True)
+class SpoiledStreak:
+    """Answers without content that came one after the other.
+
+    One broken server answers faster than those that work, so the streak is too long only when all servers are in it.
+    """
+
+    most: int
+    length: int = 0
+    servers: set[str] = field(default_factory=set)
+
+    def answered(self, server: str, flags: Collection[str], serving: Collection[str]) -> bool:
+        """Count an answer. True when all that `serving` servers gave for too long was empty or garbage."""
+        if not {"empty", GARBAGE} & set(flags):
+            self.length = 0
+            self.servers.clear()
+            return False
+        self.length += 1
+        self.servers.add(server)
+        return self.length >= self.most and self.servers >= set(serving)
 
 
 @dataclass(slots=True)

@@ -5,9 +5,23 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dfexp import errors
-from dfexp.generate.verdicts import FailureStreak, is_final, retry_wait_s
+from dfexp.generate.verdicts import (
+    FailureStreak,
+    Pace,
+    SpoiledStreak,
+    answer_s,
+    is_final,
+    pause_s,
+    policy_of,
+    retry_wait_s,
+    seed_of,
+)
+from dfexp.params import GenerationGroup, SpoiledGroup
+from dfexp.quality import flags
 from dfexp.records import Failure
 
 
@@ -46,9 +60,68 @@ def test_waits_double_with_jitter_and_stay_bounded() -> None:
 
 def test_the_server_says_how_long_to_wait_within_reason() -> None:
     draw = random.Random(1)
-    assert retry_wait_s(errors.RateLimited("x", retry_after_s=7.0), 1, draw) == 7.0
-    assert retry_wait_s(errors.RateLimited("x", retry_after_s=1e9), 1, draw) == 600.0
+    assert retry_wait_s(errors.ServerFault("x", retry_after_s=7.0), 1, draw) == 7.0
+    assert pause_s(errors.RateLimited("x", retry_after_s=7.0), draw) == 7.0
+    assert pause_s(errors.RateLimited("x", retry_after_s=1e9), draw) == 600.0
+    assert 0 < pause_s(errors.RateLimited("x", retry_after_s=0.0), draw) <= 0.1, "0 means now, not a storm"
+    assert 0.5 <= pause_s(errors.RateLimited("x"), draw) <= 1.5
     assert retry_wait_s(errors.Unreachable("x"), 1, draw) == 0.0
+
+
+def test_a_row_goes_to_another_server_at_once_and_then_waits() -> None:
+    draw = random.Random(1)
+    assert retry_wait_s(errors.ServerFault("x"), 1, draw, elsewhere=True) == 0.0
+    assert retry_wait_s(errors.ServerFault("x"), 2, draw, elsewhere=True) >= 0.5
+    assert retry_wait_s(errors.RateLimited("x", retry_after_s=60.0), 1, draw) == 0.0, "its server waits, not the row"
+
+
+def test_a_time_limit_follows_what_was_measured_unless_one_is_asked_for() -> None:
+    unknown, asked = GenerationGroup(), GenerationGroup(slowest_tok_per_s=8.0)
+    assert answer_s(unknown, 32768, 40.0) == 60 + 4 * 32768 / 40
+    assert answer_s(unknown, 32768, 40.0) > 900, "thinking for 15 minutes is no hang"
+    assert answer_s(unknown, 32768) == 60 + 32768
+    assert answer_s(asked, 800, 40.0) == 60 + 2 * 100
+
+
+def test_the_slowest_of_many_answers_together_is_kept() -> None:
+    pace = Pace()
+    assert not any(pace.answered(100, 1.0) for _ in range(31))
+    assert pace.slowest is None
+    assert not pace.answered(None, 1.0)
+    assert pace.answered(100, 1.0)
+    assert pace.slowest == pytest.approx(100.0)
+    assert not any(pace.answered(100, 0.1) for _ in range(32)), "a server that empties is no measure of a full one"
+    assert [pace.answered(100, 10.0) for _ in range(32)][-1]
+    assert pace.slowest == pytest.approx(10.0)
+
+
+def test_the_strictest_policy_of_all_flags_counts() -> None:
+    spoiled = SpoiledGroup(truncated="fail", nul="retry")
+    assert policy_of(spoiled, ()) == ("keep", "")
+    assert policy_of(spoiled, ("no_usage", "garbage")) == ("keep", "")
+    assert policy_of(spoiled, ("empty",)) == ("retry", "empty")
+    assert policy_of(spoiled, ("nul", "truncated")) == ("fail", "truncated")
+
+
+def test_every_flag_of_an_answer_has_a_policy() -> None:
+    shown = {*flags("", None, 9), *flags("<think>a\0", "length", 9), *flags("!" * 99, "stop", 9), "looping"}
+    assert shown | {"surrogates_repaired"} == set(SpoiledGroup.model_fields)
+
+
+@given(st.lists(st.tuples(st.integers(0, 999_999), st.integers(1, 100)), min_size=2, max_size=2, unique=True),
+       st.integers(0, 2**31 - 1))  # fmt: skip
+def test_no_two_rows_and_attempts_share_a_seed(pair: list[tuple[int, int]], seed: int) -> None:
+    first, second = (seed_of(seed, index, attempt) for index, attempt in pair)
+    assert first != second
+    assert 0 <= first < 2**31
+
+
+def test_a_broken_server_that_answers_faster_than_the_others_is_not_all_of_them() -> None:
+    streak = SpoiledStreak(3)
+    assert not any(streak.answered("a", ("empty",), ("a", "b")) for _ in range(99))
+    assert streak.answered("b", ("garbage", "truncated"), ("a", "b"))
+    assert not streak.answered("b", ("truncated",), ("a", "b"))
+    assert not streak.answered("a", ("empty",), ("a",))
 
 
 def test_a_streak_without_a_success_is_too_long_at_its_limit_whatever_the_kind() -> None:
