@@ -163,6 +163,30 @@ async def test_when_everything_fails_after_a_good_start_the_run_stops_and_burns_
     assert project.failures(folder) == []
 
 
+async def test_turns_that_do_not_alternate_go_out_as_they_are_and_a_refusal_is_the_rows_alone(project: Project) -> None:
+    chats = [
+        [{"role": "user", "content": "question 0"}, {"role": "user", "content": "question 0"}],
+        [{"role": "assistant", "content": "hm"}, {"role": "user", "content": "question 1"}],
+        [{"role": "user", "content": "question 2"}],
+    ]
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        return error(400, "Conversation roles must alternate") if index_of(body) == 1 else chat()
+
+    async with ScriptedServer(script) as server:
+        spec = project.spec([server.url], 3)
+        lines = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
+        (project.root / "params" / "prompts.jsonl").write_text(lines)
+        folder = await project.start(spec)
+        status = await project.end(folder)
+        sent = [body["messages"] for body in server.bodies if index_of(body) is not None]
+    assert (status["state"], status["done"], status["failed"]) == ("ended", 2, 1)
+    assert sorted(sent, key=str) == sorted(chats, key=str)
+    (failed,) = project.failures(folder)
+    assert (failed["index"], failed["kind"]) == (1, "refused")
+    assert "must alternate" in failed["message"]
+
+
 @pytest.mark.slow
 async def test_a_request_that_hangs_while_its_server_serves_others_is_found_by_their_speed(project: Project) -> None:
     """Two tokens a second, the guess before the first answers, would give it 260 s; their 40 give it 80 s."""
