@@ -15,13 +15,13 @@ from dfexp.engines import Readiness, get_text
 from dfexp.errors import DfexpError, RequestError, TimedOut, Unreachable
 from dfexp.fleet import Fleet, Server, scrub
 from dfexp.generate.events import EventLog
+from dfexp.generate.probe import Probe
 from dfexp.params import AnyFleet, RunSpec
-from dfexp.records import ServerLimits
+from dfexp.records import EngineSample, ServerLimits
 from dfexp.rollout import Reading
 
-UNKNOWN_CAP = 16
-"""Requests in flight to a server that does not say how many it decodes at once."""
-
+_SPREAD_S, _LEAST_A_SECOND = 1.0, 64.0
+"""A server that starts gets its first requests over so long, but no fewer a second: simulated ones wait for 0.05 s."""
 _WATCH_S = 1.0
 _HEALTH_EVERY_S = 15.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -64,7 +64,11 @@ class Lane:
         self.state = "ready" if limits is not None else "down"
         self.client = ServerClient(url=server.url, key=fleet.key or None, model=model, connections=4096)
         self.config_id, self.is_held = config_id, False
-        self.tasks: dict[asyncio.Task[None], float] = {}  # requests in flight, and when each was sent
+        self.tasks: dict[asyncio.Task[None], float] = {}  # requests in flight, oldest first, and when each was sent
+        self.staying: set[asyncio.Task[None]] = set()  # those of them that were elsewhere before
+        self._probe_of_room = Probe()
+        self._fed_from: float | None = None  # when it got its first request since it began to serve
+        self._running = self._queued = 0  # in the server, when it was sampled; those that wait may be fewer by now
         self.watching: asyncio.Task[None] | None = None
         self.done = self.errors = self.restarts = 0
         self._paused_until = 0.0
@@ -90,7 +94,7 @@ class Lane:
         """Requests in flight that this lane may have: the cap, and a few that wait so that no slot is ever empty."""
         if self._concurrency is not None:
             return self._concurrency
-        return UNKNOWN_CAP if self.cap is None else self.cap + max(1, math.ceil(self.cap / 16))
+        return self._probe_of_room.value if self.cap is None else self.cap + max(1, math.ceil(self.cap / 16))
 
     @property
     def serves(self) -> bool:
@@ -103,12 +107,47 @@ class Lane:
         return self._moved_at
 
     def has_room(self, now: float) -> bool:
-        """Whether the server should get another request."""
-        return self.serves and now >= self._paused_until and len(self.tasks) < self.limit
+        """Whether the server should get another request. The first ones are spread: no herd in one step of it."""
+        if not self.serves or now < self._paused_until:
+            return False
+        self._fed_from = now if self._fed_from is None else self._fed_from
+        spread = 1 + (now - self._fed_from) * max(_LEAST_A_SECOND, self.limit / _SPREAD_S)
+        return len(self.tasks) < min(self.limit, spread)
 
-    def completed(self, now: float) -> None:
+    def is_filling(self, now: float) -> bool:
+        """Whether it is getting its first requests, some of which are not due yet."""
+        return self.serves and self._fed_from is not None and now < self._fed_from + _SPREAD_S
+
+    @property
+    def free_slots(self) -> int:
+        """Requests that would be decoded at once if they were sent, as far as is known."""
+        return max(0, min(self.limit, self.cap or self.limit) - len(self.tasks)) if not self._queued else 0
+
+    def waiting(self) -> list[asyncio.Task[None]]:
+        """Requests that wait in the server and may be sent to another, the last sent first.
+
+        Those that were elsewhere before stay, so that no row comes and goes. A server that tells neither cap nor queue
+        has none.
+        """
+        kept = [task for task in self.tasks if not task.cancelling()]
+        beyond = len(kept) - self.cap if self.cap is not None else 0
+        last = kept[: -max(beyond, min(self._queued, len(kept) - self._running), 0) - 1 : -1]
+        return [task for task in last if task not in self.staying]
+
+    def sampled(self, sample: EngineSample) -> None:
+        """Learn how many requests wait: more than those beyond the cap where its memory is full."""
+        self._running, self._queued = round(sample.num_running_reqs or 0), round(sample.num_queue_reqs or 0)
+
+    def starved(self) -> None:
+        """There was nothing to send though there was room: its rate says nothing of the room."""
+        self._probe_of_room.disturbed()
+
+    def completed(self, now: float, tokens: int | None) -> None:
         """Count an answer: a sign of life."""
         self.done += 1
+        self._queued = max(0, self._queued - 2)  # one that ends may let in two that are shorter
+        if self._concurrency is None and self.cap is None and self._probe_of_room.answered(now, tokens or 1):
+            self._events.record("concurrency_found", server=self.name, requests=self.limit)
         self._deaths_in_a_row = self._errors_in_a_row = self._misses = 0
         self._last_sign = self._moved_at = now
 
@@ -136,7 +175,8 @@ class Lane:
         self._wake.set()
 
     def pause(self, now: float, seconds: float) -> None:
-        """Feed nothing for some seconds, as the server asked."""
+        """Feed nothing for some seconds, as the server asked, which turned a request away."""
+        self._probe_of_room.refused(now, len(self.tasks))
         self._paused_until = max(self._paused_until, now + seconds)
 
     def status(self) -> dict[str, Any]:
@@ -165,9 +205,9 @@ class Lane:
 
     def cut_off(self) -> int:
         """Cancel what is in flight; its rows go back into the queue, and it is no attempt of theirs."""
-        for task in self.tasks:
+        for task in (cut := [task for task in self.tasks if not task.cancelling()]):
             task.cancel()
-        return len(self.tasks)
+        return len(cut)
 
     async def reconfigure(self, group: AnyFleet) -> str | None:
         """Start the drained server with other settings; None once it serves, else why it does not.
@@ -332,7 +372,9 @@ class Lane:
         return await asyncio.to_thread(self._fleet.probe, self.name, self.model, _ANSWER_TIMEOUT_S)
 
     async def _refresh_limits(self) -> None:
-        """Read the cap again: a restarted server may have another one."""
+        """Read the cap again, or look for it again: a restarted server may have another one."""
+        self._fed_from, self._queued = None, 0
+        self._probe_of_room.again()
         try:
             self.limits = await asyncio.to_thread(self._fleet.limits, self.name)
         except RequestError as error:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from dfexp.records import ServerLimits
 from dfexp.rollout import Terms
 from dfexp.shards import Shards
 
-TICK_S = 0.1
+TICK_S, _FILLING_TICK_S = 0.1, 0.01
 STATUS_EVERY_S = 1.0
 MOST_BACKLOG = 2000
 """Rows not yet safe on the disk after which servers are fed no more."""
@@ -143,7 +143,7 @@ class Loop:
                 self._feed()
                 self._show()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), TICK_S)
+                    await asyncio.wait_for(self._wake.wait(), self._tick_s())
                 self._wake.clear()
             return await self._finish(recorder)
         finally:
@@ -168,34 +168,60 @@ class Loop:
             return self._state != "running" or (not self._queue and not self._recorder.backlog)
         return self._drain_until is not None and time.monotonic() >= self._drain_until
 
+    def _tick_s(self) -> float:
+        """How long to wait for something to happen."""
+        return _FILLING_TICK_S if any(lane.is_filling(time.monotonic()) for lane in self._lanes) else TICK_S
+
     def _feed(self) -> None:
-        """Give every server what it has room for. Servers take turns, so that a short queue is shared."""
+        """Give every server what it has room for: empty slots come before the few that wait at each server.
+
+        Servers take turns, so that a short queue is shared.
+        """
         if self._state != "running" or self._recorder.backlog > MOST_BACKLOG:
             return
-        now = time.monotonic()
+        now, serving = time.monotonic(), sum(lane.serves for lane in self._lanes)
         ready = [lane for lane in self._lanes if lane.has_room(now)]
-        serving = sum(lane.serves for lane in self._lanes)
-        while ready:
-            for lane in list(ready):
-                job = self._queue.take(lane.name, now, alone=serving == 1)
-                if job is not None:
-                    self._submit(lane, job)
-                if job is None or not lane.has_room(now):
-                    ready.remove(lane)
+        for may_wait in (False, True):
+            left = list(ready)
+            while left := [lane for lane in left if lane.has_room(now) and (may_wait or lane.free_slots)]:
+                for lane in list(left):
+                    job = self._queue.take(lane.name, now, alone=serving == 1)
+                    if job is None:
+                        left.remove(lane)
+                    else:
+                        self._submit(lane, job)
+        idle = [lane for lane in ready if lane.has_room(now)]
+        for lane in idle:
+            lane.starved()
+        self._take_back(sum(lane.free_slots for lane in idle))
+
+    def _take_back(self, slots: int) -> None:
+        """Nothing is left for slots that are empty: what waits at other servers is sent to them, the last sent first.
+
+        A request that is being decoded stays where it is, and so does one that failed or was taken back before.
+        """
+        slots -= sum(1 for lane in self._lanes for task in lane.tasks if task.cancelling())  # are on their way
+        waiting = [lane.waiting() for lane in self._lanes]
+        while slots > 0 and (longest := max(waiting, key=len, default=[])):
+            longest.pop(0).cancel()
+            slots -= 1
 
     def _submit(self, lane: Lane, job: Job) -> None:
         task = asyncio.create_task(self._serving.serve(lane, job))
         lane.tasks[task] = time.monotonic()
+        if job.avoid is not None:
+            lane.staying.add(task)
         self._overview.sent(lane.name, job.index)
         task.add_done_callback(lambda finished: self._settled(lane, job, finished))
 
     def _settled(self, lane: Lane, job: Job, task: asyncio.Task[None]) -> None:
         """A request is over: its place is free. An exception here is a defect: the run stops and says so."""
         del lane.tasks[task]
+        lane.staying.discard(task)
         self._overview.left(lane.name, job.index)
         self._wake.set()
         if task.cancelled():  # cut off by us: as if it had never been sent
-            self._queue.put_back(job, not_before=0.0)
+            self._queue.put_back(replace(job, avoid=lane.name), not_before=0.0)
         elif task.exception() is not None:
             self._fail(f"{type(task.exception()).__name__}: {task.exception()}")
 
@@ -246,6 +272,9 @@ class Loop:
         if all(lane.state == "quarantined" for lane in lanes):
             self._fail("every server is quarantined after it kept dying; its log and events.jsonl say why")
         self._look_for_refusals(now)
+        for lane in self._lanes:
+            if lane.state in ("down", "quarantined") and any(other.serves for other in lanes):
+                lane.cut_off()  # nobody knows whether it still works on them
         if any(lane.state == "ready" for lane in lanes):
             self._all_down_since = None
             return

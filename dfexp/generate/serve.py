@@ -100,7 +100,7 @@ class Serving:
             self._give_up(lane, job, prompt, kind, f"the answer has the flag {kind}: {_shown(answer.text)}")
         else:
             self._keep(lane, job, prompt, answer, flags + ("reseeded",) * is_reseeded)
-        lane.completed(time.monotonic())
+        lane.completed(time.monotonic(), answer.completion_tokens)
         if self._spoiled.answered(lane.name, flags, [one.name for one in self._lanes.values() if one.serves]):
             self._fail(
                 f"{self._spoiled.length} answers one after the other, from all servers, were empty or garbage, the "

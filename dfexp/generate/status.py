@@ -122,6 +122,7 @@ class Overview:
         return self.progress.servers[server]
 
     def _sampled(self, sample: EngineSample) -> None:
+        next(lane for lane in self._lanes if lane.name == sample.server).sampled(sample)
         if sample.num_queue_reqs is not None:
             self._traffic(sample.server).flight.sampled(sample.at, round(sample.num_queue_reqs))
 

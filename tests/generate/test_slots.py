@@ -1,0 +1,77 @@
+"""Slots are full as long as there is work: servers start without a herd, and what waits goes to one that is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+from tests.generate.conftest import Project
+from tests.scripted_server import ScriptedServer, chat
+
+
+def asked(body: dict[str, Any]) -> str:
+    """The row that a request is for; another word for a probe."""
+    return str(body["messages"][-1]["content"])
+
+
+async def test_what_waits_at_a_slow_server_is_taken_back_when_another_is_idle(project: Project) -> None:
+    """The slow one decodes 4 at once and has one that waits; the end of the run does not wait for that."""
+    held = asyncio.Semaphore(4)
+
+    async def slow_answer() -> dict[str, Any]:
+        async with held:
+            await asyncio.sleep(1.5)
+        return chat()
+
+    def slowly(body: dict[str, Any], n: int) -> Any:
+        return slow_answer() if asked(body).startswith("question") else chat()
+
+    async with ScriptedServer(slowly) as slow, ScriptedServer(lambda b, n: chat(), delay_s=0.02) as fast:
+        folder = await project.start(project.spec([slow.url, fast.url], 60))
+        status = await project.end(folder)
+        sent = {server: Counter(map(asked, server.bodies)) for server in (slow, fast)}
+    rows = project.rows(folder)
+    assert (status["state"], status["done"], status["failed"]) == ("ended", 60, 0)
+    assert project.counts(folder) == Counter(range(60)), "none lost, none doubled"
+    assert {row["attempt"] for row in rows} == {1}, "taking back is no attempt"
+    twice = {word for word in sent[slow] if word in sent[fast] and word.startswith("question")}
+    assert len(twice) == 1, "the one that waited, and none of the four that were being decoded"
+    for each in sent.values():
+        assert {number for word, number in each.items() if word.startswith("question")} == {1}, "none comes back"
+    assert Counter(row["server"] for row in rows)[f"127.0.0.1:{slow.port}"] == 4
+    assert max(row["latency_s"] for row in rows) < 2.9, "no row waited for a slot and then for an answer"
+
+
+async def test_the_first_requests_come_one_after_the_other(project: Project) -> None:
+    came: list[float] = []
+
+    async def answer() -> dict[str, Any]:
+        came.append(time.monotonic())
+        await asyncio.sleep(0.5 if len(came) <= 200 else 0.0)
+        return chat()
+
+    async with ScriptedServer(lambda b, n: answer() if asked(b).startswith("question") else chat()) as server:
+        await project.run(project.spec([server.url], 250, concurrency=200))
+    for start in came[:150]:
+        assert sum(start <= each < start + 0.1 for each in came[:150]) < 100, "no herd"
+
+
+async def test_a_server_that_does_not_tell_its_room_is_asked_for_it(project: Project) -> None:
+    """It decodes 40 at once; what it does not say is found by its rate."""
+    slots = asyncio.Semaphore(40)
+
+    async def answer() -> dict[str, Any]:
+        async with slots:
+            await asyncio.sleep(0.05)
+        return chat()
+
+    async with ScriptedServer(lambda b, n: answer()) as server:
+        tree = project.spec([server.url], 1500)
+        tree = tree.model_copy(update={"fleet": tree.fleet.model_copy(update={"max_running_requests": None})})
+        folder = await project.start(tree)
+        status = await project.end(folder)
+        assert server.most_in_flight >= 24
+    assert (status["done"], status["failed"]) == (1500, 0)
+    assert status["servers"][0]["limit"] > 16
