@@ -12,6 +12,7 @@ from pathlib import Path
 from dfexp import control, fleet, generate, livepage, notebook
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
 from dfexp.errors import ControlError, FleetError, RunError, RunStopped
+from dfexp.generate.verdicts import tally
 from dfexp.jsonl import read_json
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
@@ -55,10 +56,10 @@ def _conclude(folder: RunFolder) -> int:
     """The last lines of a run: every row accounted for, and where things are."""
     found = control.read_status(folder) or {}
     asked, done, failed = (found.get(key, 0) for key in ("asked", "done", "failed"))
-    counts = f"{done} succeeded + {failed} failed = {done + failed} of {asked} asked"
     dropped = sum(read_json(folder.run_json)["prompts"]["dropped_by_reason"].values())
     unused = f"; {dropped} row(s) of the source are no prompts, see run.json" if dropped else ""
-    say(f"run {labelled(repr(folder.name), found.get('engine'))} {found.get('state')}: {counts}{unused}")
+    name = labelled(repr(folder.name), found.get("engine"))
+    say(f"run {name} {found.get('state')}: {tally(done, failed, asked)}{unused}")
     say(f"  completions  {folder.completions}")
     say(f"  report       {folder.notebooks / '04_report.html'}")
     say(f"  tables       {folder.report}")

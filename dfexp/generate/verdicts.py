@@ -65,6 +65,21 @@ def policy_of(spoiled: SpoiledGroup, flags: Sequence[str]) -> tuple[Policy, str]
     return "keep", ""
 
 
+def end_of(state: str, reason: str | None, *, done: int, failed: int, asked: int) -> tuple[str, str | None]:
+    """The last state of a run, and why it is that: it has ended when, and only when, every row is accounted for."""
+    if state == "stopped" and done + failed == asked:  # a stop that came while the last rows were on their way
+        return "ended", None
+    if state == "ended" and done + failed != asked:
+        why = f"{tally(done, failed, asked)}, though nothing is left to send: a defect of dfexp"
+        return "failed", f"{why}. What is counted is safe; resuming the run makes the other rows."
+    return state, reason
+
+
+def tally(done: int, failed: int, asked: int) -> str:
+    """The rows of a run in words, so that the sum can be checked."""
+    return f"{done:,} succeeded + {failed:,} failed = {done + failed:,} of {asked:,} asked"
+
+
 def seed_of(seed: int, index: int, attempt: int) -> int:
     """The seed of a row; `attempt` above 1 where the answer itself was the reason, which must not come again."""
     return (seed + index + (attempt - 1) * _RESEED) % 2**31

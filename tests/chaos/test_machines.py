@@ -89,6 +89,22 @@ async def test_a_clock_that_jumps_by_a_day_at_every_look_costs_nothing(project: 
     assert (status["state"], status["done"]) == ("ended", 60)
 
 
+async def test_a_run_that_forgets_a_row_never_says_that_it_has_ended(project: Project) -> None:
+    async with ScriptedServer(lambda body, n: chat()) as server:
+        folder = await prepared(project, project.spec([server.url], 30))
+        async with running(project, folder, "tests.chaos.odd_process", "forgetful") as process:
+            code, _, err = await ended(process)
+        status = control.read_status(folder)
+        assert code == 1
+        assert "29 succeeded + 0 failed = 29 of 30 asked" in err
+        assert status is not None
+        assert (status["state"], status["done"], status["failed"]) == ("failed", 29, 0)
+        async with running(project, folder) as process:
+            code, _, err = await ended(process)
+    assert code == 0, err
+    assert project.counts(folder) == Counter(range(30))
+
+
 @pytest.mark.slow
 async def test_on_a_disk_whose_flushes_take_seconds_the_run_goes_on_and_memory_is_bounded(project: Project) -> None:
     """Then it is killed in the middle of such a flush, and a usual disk finishes the run."""

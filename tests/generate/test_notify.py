@@ -76,14 +76,15 @@ async def test_an_end_a_limit_and_a_failure_are_told(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat()) as server:
         spec = project.spec([server.url])
         limited = spec.model_copy(update={"limits": LimitsGroup(rows=5)})
-        assert (await told(project, limited))[0] == "stopped|r|5 of 20 rows done, 0 failed: limits.rows = 5 is reached"
-        assert (await told(project, spec))[0] == "ended|r|20 of 20 rows done, 0 failed"
+        words, _ = await told(project, limited)
+        assert words == "stopped|r|5 succeeded + 0 failed = 5 of 20 asked: limits.rows = 5 is reached"
+        assert (await told(project, spec))[0] == "ended|r|20 succeeded + 0 failed = 20 of 20 asked"
         assert json.loads((project.root / "told.json").read_text())["status"]["state"] == "ended"
     denied = error(401, "no")
     async with ScriptedServer(lambda b, n: denied if "question" in b["messages"][-1]["content"] else chat()) as server:
         words, status = await told(project, project.spec([server.url]).model_copy(update={"run": "s"}))
     assert status["state"] == "failed"
-    assert words.startswith("failed|s|0 of 20 rows done, 0 failed: ")
+    assert words.startswith("failed|s|0 succeeded + 0 failed = 0 of 20 asked: ")
 
 
 async def test_a_command_that_takes_long_at_the_end_holds_nothing(project: Project) -> None:

@@ -196,6 +196,24 @@ async def test_stop_lets_requests_in_flight_finish_and_seals_short(project: Proj
     assert not list(folder.completions.glob("*.partial"))
 
 
+async def test_a_stop_while_the_last_rows_are_on_their_way_is_the_end_once_they_are_there(project: Project) -> None:
+    go = asyncio.Event()
+
+    async def later() -> dict[str, Any]:
+        await go.wait()
+        return chat()
+
+    async with ScriptedServer(lambda b, n: later() if "question" in question(b) else chat()) as server:
+        folder = await project.start(project.spec([server.url], 4, drain_s=60.0))
+        await project.until(folder, lambda s: (s.get("pending"), s.get("in_flight")) == (0, 4))
+        await asyncio.to_thread(generate.stop, folder, reason="test")
+        await project.until(folder, lambda s: s.get("state") == "draining")
+        go.set()
+        status = await project.end(folder)
+    assert (status["state"], status["reason"], status["done"]) == ("ended", None, 4)
+    assert project.events(folder)[-1] == "run_ended"
+
+
 async def test_stop_now_cuts_off_what_is_in_flight(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat() if n < 12 else Hang()) as server:
         folder = await project.start(project.spec([server.url], 100, drain_s=300.0))

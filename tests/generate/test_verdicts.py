@@ -14,6 +14,7 @@ from dfexp.generate.verdicts import (
     Pace,
     SpoiledStreak,
     answer_s,
+    end_of,
     is_final,
     pause_s,
     policy_of,
@@ -49,6 +50,31 @@ def test_only_what_may_be_the_rows_own_fault_ever_becomes_final(
     error: errors.RequestError, attempt: int, final: bool
 ) -> None:
     assert is_final(error, attempt, max_attempts=4) is final
+
+
+@pytest.mark.parametrize(
+    ("state", "done", "failed", "last"),
+    [
+        ("ended", 8, 2, "ended"),
+        ("ended", 8, 1, "failed"),
+        ("ended", 9, 2, "failed"),
+        ("stopped", 8, 2, "ended"),
+        ("stopped", 8, 1, "stopped"),
+        ("failed", 8, 2, "failed"),
+        ("failed", 8, 1, "failed"),
+    ],
+)
+def test_a_run_has_ended_when_and_only_when_every_row_is_accounted_for(
+    state: str, done: int, failed: int, last: str
+) -> None:
+    found, reason = end_of(state, "why", done=done, failed=failed, asked=10)
+    assert found == last
+    if (state, last) == ("ended", "failed"):
+        assert f"{done} succeeded + {failed} failed = {done + failed} of 10 asked" in str(reason)
+    elif found != state:
+        assert reason is None
+    else:
+        assert reason == "why"
 
 
 def test_waits_double_with_jitter_and_stay_bounded() -> None:
