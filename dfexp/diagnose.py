@@ -66,8 +66,8 @@ class Watched:
         state: of its lane, at the end; what one that is not ready does is not judged: it is away, or being changed.
         limit: requests that the client keeps there at the most.
         long_in_flight: requests that are there at the end and were sent `STALLED_S` before it, or earlier.
-        request_s: mean seconds of a request; tells how long a ramp takes where counters and `kv_used_tokens` do not, as
-            in logs, which are taken to begin with a start.
+        request_s: mean seconds of a request: a ramp's where counters and `kv_used_tokens` are not told (logs begin it).
+        finished: answers so far; where it tells no rate either a ramp ends when they are more than run, or at the cap.
         answers, garbage: answers of that time, and how many of them were flagged as garbage.
         tok_per_s: of these answers, by the client; tells where the server tells no rate.
     """
@@ -80,6 +80,7 @@ class Watched:
     limit: int | None = None
     long_in_flight: int = 0
     request_s: float | None = None
+    finished: int = 0
     answers: int = 0
     garbage: int = 0
     tok_per_s: float | None = None
@@ -137,17 +138,19 @@ def phase(server: Watched, *, may_drain: bool = True) -> tuple[Phase, Sequence[E
     # A line of a prefill, which has no rate, leaves out whom it has just admitted.
     told = [each for each in told if each.gen_throughput is not None] or told
     busy = [each for each in told if each.num_running_reqs or each.num_queue_reqs]
-    found = [_judged(part, server.request_s, may_drain=may_drain) for part in stretches(busy, idle_s=_IDLE_S)]
+    found = [_judged(part, server, may_drain=may_drain) for part in stretches(busy, idle_s=_IDLE_S)]
     steady = [each for each in found if each[0] == "steady"]
     if steady and sum(len(samples) for _, samples in steady) >= len(told) / 2:
         return max(steady, key=lambda each: len(each[1]))
     return found[-1] if found and told[-1].at - busy[-1].at <= _IDLE_S else ("idle", told)
 
 
-def _judged(part: Sequence[EngineSample], request_s: float | None, *, may_drain: bool) -> tuple[Phase, Any]:
+def _judged(part: Sequence[EngineSample], server: Watched, *, may_drain: bool) -> tuple[Phase, Any]:
     """The phase of one stretch of work, and its samples."""
     level, first = sorted(_values(part, "num_running_reqs"))[len(part) * 3 // 4], part[0]
-    body = [each for each in part if each.at >= first.at + (request_s or 0.0)]
+    request_s, cap = server.request_s, server.limits.max_running_requests
+    is_past = first.gen_throughput is None and (server.finished > level or 0 < (cap or 0) * _FULL <= level)
+    body = [each for each in part if is_past or each.at >= first.at + (request_s or 0.0)]
     if any(_values(part, name) for name in COUNTERS):
         kept, before = _kept(part, level), next(iter(_values(part, "num_requests_total")), 0.0)
         is_start = all((each.num_running_reqs or 0) < level / 2 for each in part[:2]) or (kept or 0.0) > _KEPT
@@ -217,8 +220,7 @@ def diagnose(
 def _at_present(server: Watched) -> Watched:
     """A server without what it said while it had another request cap than at last."""
     caps = {None, *_values(server.samples, _POOLS[0])[-1:]}
-    new = [*takewhile(lambda each: each.max_running_requests in caps, reversed(server.samples))]
-    return replace(server, samples=new[::-1])
+    return replace(server, samples=[*takewhile(lambda it: it.max_running_requests in caps, server.samples[::-1])][::-1])
 
 
 def _as_it_was(server: Watched, at: EngineSample) -> Watched:

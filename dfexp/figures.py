@@ -88,18 +88,22 @@ def throughput(data: report.RunData) -> Chart:
     return finish(figure, _source(data), "Throughput over time", subtitle, _time_axis(data)[1], axis)
 
 
-def gap(data: report.RunData) -> Chart:
-    """What the rate at which servers decode is made of: finished answers, growth in flight, and what is unexplained."""
+def gap(data: report.RunData) -> Chart | None:
+    """What the rate at which servers decode is made of: finished answers, growth in flight, and what is unexplained.
+
+    None in a run's first seconds, of which nothing is known from end to end.
+    """
     rates, figure = series.rates(data), go.Figure(layout={"barmode": "relative"})
     x, width, title = _bins(data, rates)
     for (name, words), color in zip(_PARTS.items(), PALETTE, strict=False):
-        if rates.empty or rates[name].notna().any():
+        if rates[name].notna().any():
             figure.add_bar(x=x, y=rates[name], width=width, name=words, marker_color=color)
     if rates["server"].notna().any():
         figure.add_scatter(x=x, y=rates["server"], name="decoded (servers)", line={"color": PALETTE[7], "width": 2})
     subtitle = f"Within each {_width(rates)}; in flight: tokens that are made and not yet answered, of finished rows"
     figure.update_xaxes(dtick=_tick(data))
-    return finish(figure, _source(data), "Servers' rate and client's rate", subtitle, title, "completion tokens/s")
+    told = "Servers' rate and client's rate", subtitle, title, "completion tokens/s"
+    return finish(figure, _source(data), *told) if figure.data else None
 
 
 def in_flight(data: report.RunData) -> Chart:
@@ -108,9 +112,10 @@ def in_flight(data: report.RunData) -> Chart:
     x, width, title = _bins(data, sent)
     figure.add_bar(x=x, y=sent["requests"], width=width, name="in flight (client)", opacity=0.4)
     _lines(figure, data, said, {name: f"{words} (servers)" for name, words in series.REQUESTS.items()})
-    if data.slots:
-        words = {"text": f"the servers decode {data.slots:,} at once", "x": 0, "xanchor": "left", "yanchor": "bottom"}
-        figure.add_hline(y=data.slots, line={"dash": "dash", "color": "#444"}, annotation=words)
+    if data.slots and len(x):
+        ends, words = [x.iloc[0] - width.iloc[0] / 2, x.iloc[-1] + width.iloc[-1] / 2], f"{data.slots:,} at once (cap)"
+        line = {"dash": "dash", "color": "#444"}
+        figure.add_scatter(x=ends, y=[data.slots] * 2, mode="lines", name=words, line=line)
     subtitle = "In flight: sent and not yet answered, finished rows only; servers: their gauges added up, means of bins"
     return finish(figure, _source(data), "Requests in flight", subtitle, title, "requests")
 
@@ -191,7 +196,7 @@ def latencies(data: report.RunData) -> Chart:
 
 def _histogram(data: report.RunData, column: str, cut: int) -> go.Figure:
     """Rows by a number of theirs, stacked by how they ended. Args: cut, a number that is to end a bin, 0 for none."""
-    rows, figure = data.rows.dropna(subset=[column]), go.Figure()
+    rows, figure = data.rows.dropna(subset=[column]).fillna({"finish_reason": "not said"}), go.Figure()
     top = float(rows[column].max()) if len(rows) else 1.0
     width = _bin_size(top)
     edges = np.arange((cut + 0.5) % width - width, top + 0.5 + width, width)  # cut answers stand before their mark
@@ -218,7 +223,9 @@ def events(data: report.RunData) -> Chart | None:
     ends = [each for each in (0.0, data.ended - began, *(marks["at"] - began)) if each == each]  # NaN: no rows
     room = 0.02 * max(1.0, max(ends) - min(ends))
     span = [(min(ends) - room) / unit_s, (max(ends) + room) / unit_s]
-    figure.update_layout(yaxis_type="category", xaxis_range=span, height=230 + 26 * marks["event"].nunique())
+    kinds = marks.sort_values("at", kind="stable")["event"].unique()[::-1]  # the first of them stands at the top
+    figure.update_layout(yaxis={"type": "category", "categoryorder": "array", "categoryarray": kinds},
+                         xaxis_range=span, height=230 + 26 * len(kinds))  # fmt: skip
     words = "What happened, and when", "Sealed shards are left out; details where the pointer rests", title, "event"
     return finish(figure, _source(data), *words) if found else None
 
@@ -226,7 +233,8 @@ def events(data: report.RunData) -> Chart | None:
 def compared(data: report.RunData, others: Mapping[str, report.RunData | str]) -> Chart | None:
     """What servers decoded over time in this run and in others. None where there are none."""
     (unit_s, title), figure = _time_axis(data), go.Figure()
-    for run in (*(run for run in others.values() if isinstance(run, report.RunData)), data):
+    runs = [*(run for run in others.values() if isinstance(run, report.RunData)), data]
+    for run in runs:
         rates, source = series.rates(run), series.SERVERS
         if rates["server"].isna().all():
             rates, source = rates.assign(server=rates["client"] + rates["in_flight"]), series.CLIENT
@@ -234,7 +242,7 @@ def compared(data: report.RunData, others: Mapping[str, report.RunData | str]) -
         figure.add_scatter(x=x, y=rates["server"], name=f"{name}, by {source}", line={"width": 2})
     subtitle = "Decoded by all servers of a run, from its own first request on; what differs in its source is not alike"
     words = "Runs beside each other", subtitle, title, "completion tokens/s"
-    return finish(figure, _source(data), *words) if figure.data[1:] else None
+    return finish(figure, _source(*runs[::-1]), *words) if figure.data[1:] else None
 
 
 def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y: str) -> Chart:
@@ -244,7 +252,8 @@ def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y:
     words["yaxis_title_text"] = y
     named = sum(part.showlegend is not False for part in figure.data)
     legend = {"orientation": "v", "x": 1.02, "y": 1.0, "yanchor": "top"} if named > _BESIDE else {}
-    figure.update_layout(template={"layout": _LAYOUT}, showlegend=named > 1, legend=legend, **words)
+    is_named = named > 1 or figure.layout.barmode == "stack"  # whose bars say by their colour what they are
+    figure.update_layout(template={"layout": _LAYOUT}, showlegend=is_named, legend=legend, **words)
     figure.add_annotation(
         text=source, xref="paper", yref="paper", x=0, y=0, yshift=-62, xanchor="left", yanchor="top", showarrow=False,
         font={"size": 11, "color": "#777"},
@@ -252,9 +261,11 @@ def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y:
     return Chart(figure)
 
 
-def _source(data: report.RunData) -> str:
-    still = f", run unfinished ({data.asked - data.missing:,} of {data.asked:,})" if data.missing else ""
-    return f"Source: outputs of run {labelled(data.folder.name, data.engine)}, {len(data.rows):,} completions{still}"
+def _source(*runs: report.RunData) -> str:
+    parts = [f"run {labelled(data.folder.name, data.engine)}, {len(data.rows):,} completions"
+             + f", run unfinished ({data.asked - data.missing:,} of {data.asked:,})" * bool(data.missing)
+             for data in runs]  # fmt: skip
+    return "<br>".join(textwrap.wrap(f"Source: outputs of {'; '.join(parts)}", 150))
 
 
 def _time_axis(data: report.RunData) -> tuple[float, str]:

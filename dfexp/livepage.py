@@ -15,6 +15,7 @@ _BLUE = "#0072B2"
 _SEVERITIES = {"fault": ("#D55E00", "&#9650;"), "limit": (_BLUE, "&#9679;"), "note": ("#7F7F7F", "&#9675;")}
 _WIDTH, _HEIGHT = 240, 38
 _MOST_WORDS = 110
+_GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage")
 
 
 def counts(status: Mapping[str, Any]) -> str:
@@ -70,7 +71,8 @@ def html(status: Mapping[str, Any] | None) -> str:
             f"{window}, decoded as the server counts, or of whole answers as the client does; "
             "answers, errors, restarts: since the start"
         )
-        servers = rows_html([_server(server) for server in status["servers"]])
+        is_new = status["window_s"] >= status["elapsed_s"]
+        servers = rows_html([_server(server, is_new) for server in status["servers"]])
         parts.append(f"<div style='margin-top:10px'>{servers}<div style='opacity:.7;font-size:12px'>{note}</div></div>")
     for title, kinds in (("Failed", status["failures_by_kind"]), ("Flags", status["flags"])):
         if kinds:
@@ -162,10 +164,12 @@ def _finding(finding: Mapping[str, Any]) -> str:
     return f"<div style='margin-top:8px'>{words}</div>"
 
 
-def _server(server: Mapping[str, Any]) -> dict[str, Any]:
-    """A server's line of the table."""
+def _server(server: Mapping[str, Any], is_new: bool) -> dict[str, Any]:
+    """A server's line of the table. Args: is_new, whether the run has just begun."""
+    if is_new and server["in_flight"] and not (server["done"] or server["num_running_reqs"]):
+        server = {**server, **dict.fromkeys(_GAUGES)}  # of a look at it from before its first request
     decoded, usages = server["server_tok_per_s"], (server["full_token_usage"], server["mamba_usage"])
-    running, queue = (_rounded(server[name]) for name in ("num_running_reqs", "num_queue_reqs"))
+    running, queue = (_rounded(server[name]) for name in _GAUGES[:2])
     kv, state = (usage if usage is None else round(usage, 2) for usage in usages)
     return {
         "server": server["name"],

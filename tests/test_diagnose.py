@@ -659,3 +659,18 @@ def test_llamacpp() -> None:
     found = diagnose([Watched(name="a:1", samples=samples, limits=ServerLimits(max_running_requests=2), limit=4)])
     assert kinds(found) == ["request-cap"]
     assert "tok/s" not in found[0].evidence, "it counts no tokens, which is not none"
+
+
+@pytest.mark.parametrize(
+    ("busy", "finished", "found"),
+    [(2, 0, "request-cap"), (1, 0, "ramping"), (1, 1, "ramping"), (1, 2, "client-limited")],
+)
+def test_llamacpps_requests_that_take_longer_than_samples_are_kept(busy: int, finished: int, found: str) -> None:
+    """Its slots are all in use, or as many answers as run at once are over: what nobody sees the end of is no ramp."""
+    page = from_metrics((DATA / "llamacpp_busy.prom").read_text(), at=0.0, server="a:1")
+    assert page is not None
+    server = Watched(
+        name="a:1", samples=[replace(page, at=5.0 * nth, num_running_reqs=busy, num_queue_reqs=0) for nth in range(60)],
+        limits=ServerLimits(max_running_requests=2), limit=4, request_s=900.0, finished=finished,
+    )  # fmt: skip
+    assert kinds(diagnose([server], rows_left=600))[0] == found

@@ -76,6 +76,7 @@ class Traffic:
         return {
             "long_in_flight": sum(now - sent >= STALLED_S for sent in self._sent.values()),
             "request_s": seconds / answers if answers else None,
+            "finished": round(answers),
             "answers": len(judged),
             "garbage": sum(judged),
         }

@@ -59,8 +59,9 @@ def conclusion(data: RunData, made: Mapping[str, Table]) -> str:
     parts = [f"**{labelled(f'{counts} missing', data.engine)}.**{again}"]
     rate, how = text(values["decoded, fleet"]["value"]), values["decoded, fleet"]["how it is measured"]
     got, busy = text(values["client rate"]["value"]), duration(data.busy_s) + " of simulated time" * data.is_virtual
-    parts.append(f"The servers made **{rate} completion tokens/s** ({how.partition('; the sum')[0]}).")
-    parts.append(f"In the {busy} with requests in flight the client got **{got}** of them a second.")
+    made_at = f"The servers made **{rate} completion tokens/s** ({how.partition('; the sum')[0]})."
+    parts.append("What the servers make is not known yet." if rate == "-" else made_at)
+    parts.append(f"In the {busy} with requests in flight the client got **{got} completion tokens/s** (client rate).")
     for line in made["baselines"].rows:
         share = "not known" if line["share"] is None else labelled(f"{line['share']:.1%}", data.engine)
         verdict = f"; what was expected: {line['verdict']}" if line["verdict"] != "-" else ""

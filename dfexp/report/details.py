@@ -10,7 +10,7 @@ import pandas as pd
 from IPython.display import HTML
 
 from dfexp.diagnose import Finding, Planned, diagnose
-from dfexp.report.data import RunData
+from dfexp.report.data import RunData, flags_of
 from dfexp.report.overview import off_plan
 from dfexp.report.series import medians, occupied, server_rates, steady
 from dfexp.tables import FONT, Table, duration, text
@@ -134,6 +134,7 @@ def configurations(data: RunData) -> Table:
     lines = [
         {"config": config_id, "rows": int((data.rows["config_id"] == config_id).sum()),
          "made with": _pairs({key: config.get(key) for key in ("engine", "engine_version", "model")}),
+         "speculative decoding": flags_of(config.get("fleet") or {}).get("speculative_algorithm") or "off",
          "sampling": _pairs(config.get("sampling")), "fleet": _pairs({**(config.get("fleet") or {}), "plan": None})}
         for config_id, config in data.run.get("configs", {}).items()
     ]  # fmt: skip

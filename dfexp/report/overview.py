@@ -110,17 +110,15 @@ def time_left(data: RunData) -> tuple[float, str, str]:
     """Seconds until all rows are done, their unit, and who says so."""
     if not data.missing:
         return 0.0, "s", "no row is missing"
-    status, rate, said = data.status or {}, steady(data).decoded, ""
-    if data.is_going and status.get("eta_s") is not None:
-        ends = " to ".join(duration(status.get(f"eta_{end}_s")) for end in ("low", "high"))
-        said = f"{duration(status['eta_s'])}: as its process says; at 95 % {ends}"
-        here = status["pending"] + status["in_flight"]
-        if here >= status["asked"] - status["done"] - status["failed"]:
-            return float(status["eta_s"]), "s", said
-        said = f". This start ends before: it has {here:,} of them, {said}"
+    status, rate = data.status or {}, steady(data).decoded
+    if data.is_going and status.get("whole_eta_s") is not None:
+        left, low, high = (duration(status[f"whole_eta_{end}s"]) for end in ("", "low_", "high_"))
+        said, here = f"{left}: as its process says of all rows; at 95 % {low} to {high}", duration(status["eta_s"])
+        ends = f". This start ends before: its own rows take {here}" if status["rows_of_later_starts"] else ""
+        return float(status["whole_eta_s"]), "s", said + ends
     left_s = data.missing * mean_tokens(data)[0] / rate if rate > 0 else nan
     how = f"{duration(left_s)}: all {data.missing:,} missing rows, of the mean length, decoded as fast as above"
-    return left_s, "s", how + said
+    return left_s, "s", how
 
 
 def planned(data: RunData, root: Path) -> Planned | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dfexp.diagnose import phase
-from dfexp.estimate import Array, Samples, client_rate, reconcile, server_rate, tokens_in_flight
+from dfexp.estimate import Array, Samples, away, client_rate, reconcile, server_rate, tokens_in_flight
 from dfexp.report.data import RunData, levels, once
 
 REQUESTS = {"num_running_reqs": "running", "num_queue_reqs": "queued"}
@@ -119,8 +119,12 @@ def server_rates(data: RunData, found: Measured) -> list[float | None]:
 
 
 def _counters(data: RunData) -> list[Samples]:
-    return [([look.at for look in each.samples], [look.realtime_decode_tokens_total for look in each.samples])
-            for each in data.watched]  # fmt: skip
+    """Each server's counter; of one that went down and never came back it is known that it made nothing more."""
+    lasts = {one["server"]: one["event"] for one in data.events if one["event"] in ("server_down", "server_back")}
+    pairs = [([look.at for look in each.samples], [look.realtime_decode_tokens_total for look in each.samples])
+             for each in data.watched]  # fmt: skip
+    return [away(pair, data.ended) if lasts.get(each.name) == "server_down" else pair
+            for each, pair in zip(data.watched, pairs, strict=True)]  # fmt: skip
 
 
 @once

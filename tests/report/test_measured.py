@@ -104,6 +104,8 @@ def test_before_and_after_stand_side_by_side_and_are_compared_like_with_like(tmp
     assert chart is not None
     by = "by the servers' counters"
     assert [line.name for line in chart.figure.data] == [f"before, {by}", f"after, {by}"]
+    source = "Source: outputs of run after, 1,500 completions; run before, 1,500 completions"
+    assert [note.text for note in chart.figure.layout.annotations] == [source]
     assert figures.compared(data, report.compared(data, "nowhere", tmp_path)) is None
 
 
@@ -178,8 +180,9 @@ def test_of_a_run_that_goes_on_only_the_servers_are_known_to_the_end(tmp_path: P
     folder = write(tmp_path, "after", until_s=1000)
     me = ProcessId.current()
     mean = {"value": 2800.0, "low": 2700.0, "high": 2900.0}
-    told = status(pid=me.pid, process_started=me.started, servers=[], pending=600, eta_s=3600.0, eta_low_s=3000.0,
-                  eta_high_s=4200.0, mean_completion_tokens=mean)  # fmt: skip
+    told = status(pid=me.pid, process_started=me.started, servers=[], pending=600, rows_of_later_starts=0,
+                  whole_eta_s=3600.0, whole_eta_low_s=3000.0, whole_eta_high_s=4200.0,
+                  mean_completion_tokens=mean)  # fmt: skip
     control.write_status(folder, told)
     data = report.load(folder)
     assert data.is_going
@@ -226,7 +229,10 @@ def test_every_figure_of_a_run_with_samples_is_drawn(tmp_path: Path) -> None:
     ]
     middle = len(gap.data[3].y) // 2
     assert sum(part.y[middle] for part in gap.data[:3]) == pytest.approx(gap.data[3].y[middle])
-    assert [line.name for line in in_flight.data] == ["in flight (client)", "running (servers)", "queued (servers)"]
+    words = ["in flight (client)", "running (servers)", "queued (servers)", "144 at once (cap)"]
+    assert [line.name for line in in_flight.data] == words
+    assert not in_flight.layout.shapes, "no words over bars: the legend has them"
+    assert in_flight.data[3].x[0] == 0
     assert in_flight.data[0].y[middle] == pytest.approx(128, abs=0.5)
     assert in_flight.data[1].y[middle] == pytest.approx(128, abs=0.5)
 
@@ -244,6 +250,7 @@ def test_events_stand_on_the_axis_of_time_under_their_names(tmp_path: Path) -> N
     assert {(mark.name, *mark.x, *mark.y) for mark in chart.figure.data} == {
         ("b", 3.0, "server_down"), ("the run", 7.0, "finding: stalled"),
     }  # fmt: skip
+    assert [*chart.figure.layout.yaxis.categoryarray] == ["finding: stalled", "server_down"], "from the bottom up"
     assert "Told while it ran: stalled 1" in details.findings(data, None).note
     assert details.events(data).rows[0]["first"] == "2027-01-15 08:00:03"
 
@@ -306,6 +313,34 @@ def test_a_restarted_server_begins_to_count_again(tmp_path: Path) -> None:
     rates = series.rates(data)["server"].tolist()
     assert min(rates[1:-1]) > 140, "the tokens between the last look before it and the restart are lost"
     assert rates[1:7] == rates[11:17] == pytest.approx([200] * 6, rel=0.01)
+
+
+def test_a_server_that_is_gone_for_good_makes_nothing_and_the_others_are_known(tmp_path: Path) -> None:
+    """Both decode 100 tokens/s; one dies after 150 of 400 s, another time it comes back and is only silent."""
+    ends = {"a": 400, "b": 150}
+    samples = [{"at": START + at, "server": name, "num_running_reqs": 10, "realtime_decode_tokens_total": 100 * at}
+               for name, end in ends.items() for at in range(0, end + 1, 5)]  # fmt: skip
+    rows = [row(i, submitted_at=START + 2 * i, latency_s=2, server="a", completion_tokens=200) for i in range(200)]
+    down = {"at": START + 151, "event": "server_down", "server": "b"}
+    gone = report.load(write_run(tmp_path, rows, samples=samples, events=[down], rows_per_shard=100))
+    rates = series.rates(gone)["server"].to_numpy()
+    places = series.rates(gone)["start_s"]
+    assert rates[(places > 0) & (places < 140)] == pytest.approx(200, rel=0.03)
+    assert rates[places > 165] == pytest.approx(100, rel=0.03)
+    back = down | {"at": START + 160, "event": "server_back"}
+    silent = report.load(write_run(tmp_path, rows, name="back", samples=samples, events=[down, back]))
+    assert series.rates(silent)["server"][places > 165].isna().all(), "nobody knows what it does"
+
+
+def test_a_run_whose_servers_rate_is_not_known_yet_tells_the_clients(tmp_path: Path) -> None:
+    rows = [row(i, latency_s=100, completion_tokens=1000) for i in range(3)]
+    folder, me = write_run(tmp_path, rows, asked=50), ProcessId.current()
+    control.write_status(folder, status(pid=me.pid, process_started=me.started, servers=[], whole_eta_s=None))
+    data = report.load(folder)
+    told = report.conclusion(data, report.write(data, ReportGroup(), tmp_path))
+    assert "What the servers make is not known yet." in told
+    assert "the client got **29.4 completion tokens/s** (client rate)" in told
+    assert figures.gap(data) is None, "no bin of it is known from end to end"
 
 
 def test_all_tables_are_written_once_under_their_names(tmp_path: Path) -> None:
@@ -385,15 +420,22 @@ def test_a_simulated_run_against_a_real_baseline_says_that_it_is_simulated(tmp_p
 def test_of_one_start_among_several_the_time_left_is_of_all_rows(tmp_path: Path) -> None:
     folder, me = write(tmp_path, "after", until_s=1000), ProcessId.current()
     done = len(report.load(folder).rows)
+    whole = {"whole_eta_s": 5000.0, "whole_eta_low_s": 4000.0, "whole_eta_high_s": 6000.0}
     told = status(pid=me.pid, process_started=me.started, servers=[], asked=1500, done=done, failed=0, pending=60,
-                  in_flight=100, eta_s=300.0, eta_low_s=200.0, eta_high_s=400.0)  # fmt: skip
-    control.write_status(folder, {**told, "mean_completion_tokens": {"value": 2800.0, "low": 2700.0, "high": 2900.0}})
+                  in_flight=100, eta_s=300.0, rows_of_later_starts=1340 - done, **whole)  # fmt: skip
+    control.write_status(folder, told)
+    left_s, _, words = overview.time_left(report.load(folder))
+    assert left_s == 5000, "as the live page has it: one source"
+    assert words == (
+        "1 h 23 min: as its process says of all rows; at 95 % 1 h 06 min to 1 h 40 min."
+        " This start ends before: its own rows take 5 min 00 s"
+    )
+    mean = {"value": 2800.0, "low": 2700.0, "high": 2900.0}
+    control.write_status(folder, {**told, "whole_eta_s": None, "mean_completion_tokens": mean})
     data = report.load(folder)
     left_s, _, words = overview.time_left(data)
     assert left_s == pytest.approx((1500 - done) * 2800 / series.steady(data).decoded)
-    assert left_s > 600
     assert f"all {1500 - done:,} missing rows" in words
-    assert "This start ends before: it has 160 of them, 5 min 00 s: as its process says" in words
 
 
 def test_one_sample_of_each_server_makes_no_bin_of_a_day(tmp_path: Path) -> None:

@@ -157,6 +157,28 @@ def test_figures_name_their_axes_and_source(tmp_path: Path) -> None:
     assert any(shape.x0 == 64.5 for shape in figures.lengths(data).figure.layout.shapes)
 
 
+def test_answers_that_all_ended_alike_are_named_too(tmp_path: Path) -> None:
+    for reason, words in (
+        ("stop", "ended by itself (stop): 30"),
+        ("length", "cut (length): 30"),
+        (None, "not said: 30"),
+    ):
+        data = report.load(write_run(tmp_path, [row(i, finish_reason=reason) for i in range(30)], name=f"run-{reason}"))
+        for chart in (figures.lengths(data), figures.latencies(data)):
+            assert [bar.name for bar in chart.figure.data] == [words]
+            assert chart.figure.layout.showlegend
+
+
+def test_the_settings_say_that_nothing_is_guessed_ahead(tmp_path: Path) -> None:
+    """Speculative decoding changes what is measured: where no flag turns it on, the report says so."""
+    data = report.load(write_run(tmp_path, [row(0)]))
+    assert [line["speculative decoding"] for line in details.configurations(data).rows] == ["off"]
+    fleet = {"engine": "sglang", "flags": {"speculative-algorithm": "EAGLE"}}
+    configs = {"c0": {**data.run["configs"]["c0"], "fleet": fleet}}
+    guessing = replace(data, run={**data.run, "configs": configs})
+    assert [line["speculative decoding"] for line in details.configurations(guessing).rows] == ["EAGLE"]
+
+
 def test_figures_stay_small_however_many_rows(tmp_path: Path) -> None:
     rows = [row(i, completion_tokens=1 + i % 3000, latency_s=1 + i % 90) for i in range(12_000)]
     data = report.load(write_run(tmp_path, rows, rows_per_shard=5000))
