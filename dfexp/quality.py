@@ -69,3 +69,10 @@ def _comes_again(said: str) -> bool:
     places = [place * (len(said) - size) // (_PIECES - 1) for place in range(_PIECES)]
     again = [said.find(piece := said[at : at + size]) < at or said.find(piece, at + 1) > at for at in places]
     return 2 * sum(again) >= _PIECES
+
+
+def repetition(text: str, words: int = 4) -> float:
+    """Share of an answer's runs of so many words that were in it before, 0-1; 0.0 where it has fewer words."""
+    said = text.split()
+    runs = [tuple(said[at : at + words]) for at in range(len(said) - words + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0

@@ -43,6 +43,7 @@ ORDER = (
     "sampler",
     "diagnose",
     "rollout",
+    "equivalence",
     "generate",
     "tables",
     "report",
