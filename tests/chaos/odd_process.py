@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import stat
@@ -18,8 +19,9 @@ SLOW_S = 2.0
 
 
 def on_a_slow_disk(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Flushes of the completions take seconds."""
-    if "/completions" in os.readlink(f"/proc/self/fd/{args[0]}"):
+    """Flushes of completions and events take seconds."""
+    path = os.readlink(f"/proc/self/fd/{args[0]}")
+    if "/completions" in path or path.endswith("/events.jsonl"):
         time.sleep(SLOW_S)
     return REAL[name](*args, **kwargs)
 
@@ -44,7 +46,8 @@ def forgetting_a_row() -> None:
 class Renames:
     """Looks at each new name: what it names has to be flushed before, and the folder after it.
 
-    A name that comes without either may be there with nothing behind it, or gone, when the power is.
+    A name that comes without either may be there with nothing behind it, or gone, when the power is. And a flush, which
+    may take seconds, must not be waited for by the event loop, where requests are.
     """
 
     names = ("fsync", "rename", "replace", "link")
@@ -58,6 +61,8 @@ class Renames:
     def __call__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "fsync":
             result, found = REAL[name](*args, **kwargs), os.fstat(args[0])
+            if asyncio._get_running_loop() is not None:
+                self.faults.append(f"{os.readlink(f'/proc/self/fd/{args[0]}')} was flushed on the event loop")
             if stat.S_ISDIR(found.st_mode):
                 self.waiting.pop(found.st_ino, None)
             self.flushed[found.st_ino] = found.st_size, found.st_mtime_ns

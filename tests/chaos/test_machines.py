@@ -76,7 +76,10 @@ async def whole(project: Project, how: str, prompts: int, **generation: Any) -> 
 async def test_no_file_of_the_process_is_renamed_before_it_is_flushed_nor_the_folder_left_unflushed(
     project: Project,
 ) -> None:
-    """So a loss of power leaves each of them old or new, and whatever a later one builds on is there."""
+    """So a loss of power leaves each of them old or new, and whatever a later one builds on is there.
+
+    And no flush is waited for where the requests are.
+    """
     _, out = await whole(project, "renames", 30)
     assert {"run.json", "manifest.json", ".done_indices", "status.json", "completions_000004.jsonl"} <= set(out.split())
 
