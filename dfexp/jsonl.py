@@ -112,6 +112,14 @@ def fsync_dir(folder: Path) -> None:
         os.close(fd)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder, and those above it that are missing, so that they survive a power loss. Raises OSError."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made or [folder]:  # one that is there may be of a process that was killed before it flushed
+        fsync_dir(each.parent)
+
+
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by `data` so that a crash at any instant leaves the old bytes or the new ones, never a mixture.
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from dfexp.errors import CorruptShardError, FingerprintError, PromptsError, StorageError
-from dfexp.jsonl import encode_line, fsync_dir, parse_line, temporary_name
+from dfexp.jsonl import encode_line, fsync_dir, parse_line, temporary_name, write_all
 from dfexp.layout import RunFolder
 from dfexp.params import PromptsGroup
 from dfexp.records import Prompt
 from dfexp.sources import FIELDS, Unusable, existing_file, messages_of, record_of, rows_of
+
+_TOGETHER = 500  # prompts that are written at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,17 +116,16 @@ def read(group: PromptsGroup, root: Path) -> Reading:
 def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
     """Write the prompts of `group` to the run's prompts.jsonl; line i is index i.
 
-    A crash leaves the file whole or absent. A file that is there already with the same bytes is success.
+    A crash leaves the file whole or absent, and perhaps one that was begun, which the next call removes: two at once
+    must not freeze one run. A file that is there already with the same bytes is success.
     Raises PromptsError (see `Reading`), FingerprintError if other prompts are there, StorageError if the disk refuses.
     """
     reading, path, temporary = read(group, root), folder.prompts, temporary_name(folder.prompts)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            for prompt in reading:
-                file.write(encode_line({"index": prompt.index, "id": prompt.id, "messages": prompt.messages}))
-            file.flush()
-            os.fsync(file.fileno())
+        for left in folder.path.glob(f".{path.name}.*.tmp"):
+            left.unlink()
+        _write(temporary, reading)
         sha256 = _sha256(temporary)
         if path.exists() and (there := _sha256(path)) != sha256:
             raise FingerprintError(f"{path} holds other prompts (SHA-256 {there}), left as it is. Rename the run.")
@@ -144,6 +145,18 @@ def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
         dropped=reading.dropped,
         dropped_by_reason=dict(reading.dropped_by_reason),
     )
+
+
+def _write(path: Path, reading: Reading) -> None:
+    """Write prompts to a new file, safe when this returns."""
+    lines = (encode_line({"index": one.index, "id": one.id, "messages": one.messages}) for one in reading)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        while together := b"".join(itertools.islice(lines, _TOGETHER)):
+            write_all(fd, together)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ from dfexp.jsonl import (
     AppendLog,
     decode_line,
     encode_line,
+    make_folder,
     read_json,
     read_log,
     repair,
@@ -242,6 +243,29 @@ def test_a_replaced_file_is_old_or_new_after_a_loss_of_power(tmp_path):
     for length in range(begun, len(recorder.log)):
         assert {contents["file"] for contents in recorder.crash_states(length)} <= {b"old", b"new bytes"}
     assert {contents["file"] for contents in recorder.crash_states(len(recorder.log))} == {b"new bytes"}
+
+
+def test_the_names_of_new_folders_are_flushed(tmp_path):
+    """Each folder whose names changed is flushed once they have; and one that a killed process may have left unflushed."""
+    waiting, flushed = set(), set()
+
+    def tap(name, args, kwargs):
+        result = REAL[name](*args, **kwargs)
+        if name == "mkdir":
+            waiting.add(Path(args[0]).parent)
+        else:
+            folder = Path(os.readlink(f"/proc/self/fd/{args[0]}"))
+            waiting.discard(folder)
+            flushed.add(folder)
+        return result
+
+    with tapped(tap, ("mkdir", "fsync")):
+        make_folder(tmp_path / "a" / "b" / "c")
+        assert waiting == set()
+        assert flushed == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+        flushed.clear()
+        make_folder(tmp_path / "a" / "b" / "c")
+    assert flushed == {tmp_path / "a" / "b"}
 
 
 def test_a_refused_replacement_leaves_the_old_file_and_nothing_else(tmp_path):

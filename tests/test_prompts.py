@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,11 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dfexp.errors import CorruptShardError, FingerprintError, PromptsError, StorageError
-from dfexp.jsonl import decode_line, temporary_name
+from dfexp.jsonl import decode_line
 from dfexp.layout import RunFolder
 from dfexp.params import PromptsGroup
 from dfexp.prompts import Frozen, FrozenPrompts, freeze, read
 from dfexp.records import Prompt
+from tests.shards.os_tap import RefuseAt, tapped
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data" / "prompts"
@@ -355,17 +358,25 @@ freeze(PromptsGroup(path="p.jsonl"), Path(sys.argv[1]), RunFolder(Path(sys.argv[
     (tmp_path / "p.jsonl").unlink()
     write(tmp_path, {"prompt": "a"})
     assert frozen(tmp_path, group())[0].asked == 1
+    assert [path.name for path in folder.iterdir()] == ["prompts.jsonl"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_any_call_is_a_storage_error_and_the_next_freeze_succeeds(tmp_path: Path) -> None:
     write(tmp_path, {"prompt": "a"})
-    folder = RunFolder(tmp_path / "outputs" / "run")
-    folder.path.mkdir(parents=True)
-    temporary_name(folder.prompts).symlink_to("/dev/full")
-    with pytest.raises(StorageError, match=r"cannot write .*prompts\.jsonl: No space left on device"):
-        freeze(group(), tmp_path, folder)
-    assert not list(folder.path.iterdir())
+    nth, refusal, seen = 0, None, set[str]()
+    while refusal is None or refusal.refused:
+        nth += 1
+        folder, refusal = RunFolder(tmp_path / "outputs" / str(nth)), RefuseAt(nth, code=errno.ENOSPC)
+        with tapped(refusal):
+            try:
+                freeze(group(), tmp_path, folder)
+            except StorageError as error:
+                assert re.search(r"cannot write .*prompts\.jsonl: No space left on device", str(error))
+        seen |= set(refusal.refused)
+        assert not list(folder.path.glob("*.tmp"))
+        assert freeze(group(), tmp_path, folder).asked == 1
+        assert [path.name for path in folder.path.iterdir()] == ["prompts.jsonl"]
+    assert seen >= {"open", "write", "fsync", "replace", "unlink"}
 
 
 # ------------------------------------------------------------------------------------------- reading back

@@ -17,7 +17,7 @@ from typing import Any
 from dfexp import control, fleet
 from dfexp.errors import CorruptShardError, FingerprintError, RunError
 from dfexp.generate.identity import hardware, sampling_text, versions
-from dfexp.jsonl import disk, read_json, write_json
+from dfexp.jsonl import disk, make_folder, read_json, write_json
 from dfexp.layout import FleetFolder, RunFolder
 from dfexp.params import RunSpec, validate
 from dfexp.processes import ProcessId
@@ -224,7 +224,7 @@ def _one_at_a_time(folder: RunFolder) -> Iterator[None]:
     """Two cells or terminals that start the same run wait for each other instead of racing."""
     with ExitStack() as stack:
         with disk(f"use {folder.path}", "Fix the folder, or choose another name for `run`."):
-            folder.path.mkdir(parents=True, exist_ok=True)
+            make_folder(folder.path)
             lock = stack.enter_context((folder.path / ".start.lock").open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,0 +1,63 @@
+"""What a run begins with: its prompts and run.json, whatever becomes of the machine meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dfexp import generate
+from dfexp.params import RunSpec
+from tests.generate.conftest import Project
+from tests.shards.os_tap import tapped
+from tests.shards.power import Recorder, write_to
+
+PROMPTS = 1200  # more than are written at once
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def begun(project: Project) -> tuple[RunSpec, Recorder]:
+    """A run that was prepared in `live`, and what the disk saw of it."""
+    spec = project.spec(["http://127.0.0.1:1"], PROMPTS)
+    shutil.copytree(project.root / "params", project.root / "live" / "params")
+    recorder = Recorder(generate.run_folder(spec, project.root / "live").path)
+    with tapped(recorder, recorder.names):
+        folder = generate.prepare(spec, project.root / "live")
+    assert [step for step, *_ in recorder.log].count("replace") == 2
+    assert {path.name for path in folder.path.iterdir()} == {"prompts.jsonl", "run.json", ".start.lock"}
+    return spec, recorder
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "run.json").read_text())
+    return {key: found[key] for key in ("run", "spec", "prompts", "configs")}
+
+
+def test_power_lost_while_prompts_are_frozen_leaves_what_the_next_start_completes(project: Project) -> None:
+    """At any instant, whatever of the unflushed the disk kept: no prompt is lost, torn or doubled, and nothing is left."""
+    spec, recorder = begun(project)
+    live = generate.run_folder(spec, project.root / "live").path
+    states = 0
+    for length in range(len(recorder.log) + 1):
+        for contents in recorder.crash_states(length):
+            after = project.root / "after"
+            (after / "outputs").mkdir(parents=True)
+            shutil.copytree(project.root / "params", after / "params")
+            write_to(after / "outputs" / "r", contents)
+            if "run.json" in contents:  # a run is begun once it is there, and then its prompts are
+                assert contents["prompts.jsonl"] == (live / "prompts.jsonl").read_bytes()
+            folder = generate.prepare(spec, after)
+            assert folder.prompts.read_bytes() == (live / "prompts.jsonl").read_bytes()
+            assert recorded(folder.path) == recorded(live)
+            left = {path.name for path in folder.path.iterdir()} - {".start.lock"}
+            assert {name for name in left if "prompts" in name} == {"prompts.jsonl"}
+            shutil.rmtree(after)
+            states += 1
+    assert states > 20
