@@ -48,6 +48,29 @@ class StorageError(ShardError):
     """The disk refused a write (full, read-only, gone). Rows handed over are still in memory and may be tried again."""
 
 
+class StoreError(DfexpError):
+    """S3 refuses what the parameters ask for: credentials, bucket, permission, no conditional writes.
+
+    Class attribute: `retryable`, the same call may succeed later, with nothing changed here.
+    """
+
+    retryable: ClassVar[bool] = False
+
+
+class StoreUnavailable(StoreError):
+    """S3 did not answer, broke off or asked to come back later."""
+
+    retryable = True
+
+
+class StoreConflict(StoreError):
+    """An object has the key of one of ours and other content. It was left as it is."""
+
+
+class StoreTaken(StoreError):
+    """Another process writes to the prefix, or another machine has gone on with the run; the message names it."""
+
+
 class FleetError(DfexpError):
     """A fleet cannot be launched, found, attached or stopped."""
 
@@ -62,6 +85,10 @@ class RunError(DfexpError):
 
 class RunStopped(RunError):
     """A run was asked to stop before its last row. Rows reported done are on disk; the message says how to resume."""
+
+
+class ExportError(DfexpError):
+    """A training set cannot be written as it was asked for. No file was left behind, and none was changed."""
 
 
 class NotebookError(DfexpError):

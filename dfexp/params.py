@@ -21,6 +21,8 @@ EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s@]+(/[^\s@]*)?$")]
 NamedPath = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00/. ][^\x00/]*/*$")]
 Command = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
+StoreName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{1,62}$")]
+StorePrefix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./=-]*$", max_length=500)]
 Policy = Literal["keep", "retry", "fail"]
 _OWN_BODY_KEYS = ("model", "messages", "stream", "stream_options", "n")
 
@@ -191,7 +193,25 @@ class GenerationGroup(Group):
 
 
 class StoreGroup(Group):
-    """Where shards are uploaded. It has no keys: the run's folder is the only copy."""
+    """Where shards are uploaded; without a bucket the run's folder is the only copy. Credentials are found by boto3."""
+
+    bucket: StoreName | None = Field(None, description="bucket on S3; default: none, nothing is uploaded")
+    prefix: StorePrefix = Field("", description="keys are <prefix>/<run>/...; no two runs share such a folder")
+    endpoint_url: Url | None = Field(None, description="of a store that is not AWS; default: boto3's")
+    region: StoreName | None = Field(None, description="default: boto3's")
+    path_style: bool = Field(False, description="the bucket is in the path of URLs, never in the host's name")
+    storage_class: EnvName | None = Field(None, description="of shards and prompts; default: the bucket's")
+    allow_unconditional: bool = Field(False, description="use a store that ignores If-None-Match: look, then put")
+    concurrency: int = Field(4, ge=1, le=64, description="uploads at once")
+    timeout_s: float = Field(60.0, ge=1, description="time without a byte after which a request is sent again")
+    drain_s: float = Field(600.0, ge=0, description="time that uploads get when the run has ended or was stopped")
+
+    @model_validator(mode="after")
+    def _keys_need_a_bucket(self) -> Self:
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if self.bucket is None and given:
+            raise ValueError(f"{given[0]} is given, but no bucket. Add store.bucket, or remove it.")
+        return self
 
 
 class LimitsGroup(Group):

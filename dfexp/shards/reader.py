@@ -22,13 +22,20 @@ def read_rows(folder: Path, parse: Parse = parse_line) -> Iterator[dict[str, Any
     """Every row that was safe when the call began, and perhaps some since: sealed shards by number, then the open one.
 
     No row comes twice, even if a shard is sealed meanwhile, since each number is read once under whichever name it
-    has. Raises CorruptShardError for a line that is no row, and for a shard that the manifest lists but is not there.
+    has. Shards that are in the store alone are left out (`only_stored`). Raises CorruptShardError for a line that is no
+    row, and for a shard that the manifest lists but is not there.
 
     Args: parse, what makes a row of a line, given the file and the line's number too.
     """
     listed = _listed(folder)
     for number in sorted(_numbers(folder) | listed.keys()):
-        yield from _rows(folder, number, must_exist=number in listed, parse=parse)
+        must_exist = number in listed and listed[number].uploaded is None
+        yield from _rows(folder, number, must_exist=must_exist, parse=parse)
+
+
+def only_stored(folder: Path) -> list[ShardEntry]:
+    """The shards that are in the store and not in this folder: of a run that goes on here from another machine."""
+    return [one for one in _listed(folder).values() if one.uploaded is not None and not (folder / one.name).exists()]
 
 
 def read_failures(folder: Path) -> Iterator[dict[str, Any]]:

@@ -95,6 +95,8 @@ def _checked(folder: Path, entry: ShardEntry) -> ShardEntry:
     """Trust a listed shard that looks untouched, else read it. Raises CorruptShardError if it is missing or differs."""
     path = folder / entry.name
     fix = f"Restore it from a copy; or move it away and delete its line from {MANIFEST} to have its rows made again."
+    if not path.exists() and entry.uploaded is not None:
+        return entry  # it is in the store, and the manifest has all that is needed of it
     if not path.exists():
         raise CorruptShardError(f"{path} is missing, though {MANIFEST} lists it. {fix}")
     stat = path.stat()

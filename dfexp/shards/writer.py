@@ -7,8 +7,9 @@ import errno
 import os
 import threading
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
@@ -90,13 +91,14 @@ class Shards:
             torn lines, whether .done_indices was wrong; empty if all was well.
         seal_error: why shards that are due are not sealed yet, or None. Their rows are safe, and every commit tries
             again; the run only has to say so.
+        on_sealed: is called with the shards that were sealed, at once and in the thread that did it.
     """
 
     def __init__(self, folder: Path, found: Found, opened: ExitStack) -> None:
         """Go on from what `open` found: repair the folder, with every file that is opened closed by `opened`."""
         self._folder, self._opened, self._busy = folder, opened, threading.Lock()
         self._manifest, self._done, self._failed = found.manifest, found.done, found.failed
-        self._is_saved, self._is_open = True, True
+        self._is_saved, self._is_open, self._is_noted = True, True, False
         self._failures = opened.enter_context(
             AppendLog(folder / files.FAILURES)
         )  # flushes all names before one is removed
@@ -119,6 +121,7 @@ class Shards:
         }
         self.repairs = {name: value for name, value in repairs.items() if value}
         self.seal_error: ShardError | None = None
+        self.on_sealed: Callable[[Sequence[ShardEntry]], None] = lambda sealed: None
         self._settle()
 
     @classmethod
@@ -203,9 +206,25 @@ class Shards:
                 raise self.seal_error
             return sealed
 
+    @property
+    def failure_bytes(self) -> int:
+        """How much of failures.jsonl is safe; it only grows."""
+        return self._failures.size
+
+    def note_uploaded(self, entry: ShardEntry) -> None:
+        """Take an entry with what the store noted into the manifest, which is written at the next seal or at the end.
+
+        May be called in any thread.
+        """
+        self._manifest.shards[bisect_left(self._manifest.shards, entry.number, key=lambda held: held.number)] = entry
+        self._is_noted = True
+
     def close(self) -> None:
         """Close the files and let the next writer in; waits for a commit that is under way. Seals nothing."""
         with self._busy:
+            if self._is_open and self._is_noted:
+                with contextlib.suppress(ShardError):  # the store is asked again what it has
+                    self._writer.write(self._manifest)
             self._is_open = False
             for shard in self._open:
                 shard.close()
@@ -283,4 +302,5 @@ class Shards:
             self.seal_error = None
         except ShardError as error:
             self.seal_error = error
+        self.on_sealed(sealed)
         return sealed

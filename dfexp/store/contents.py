@@ -1,0 +1,163 @@
+"""What is in a run's place in a bucket: the names, the record that manifest.json holds, and whose it is.
+
+    run.json                                 as it was when the run was first uploaded: whose place this is
+    prompts.jsonl.gz                         the frozen prompts
+    completions/completions_000000.jsonl     the sealed shards, byte for byte
+    failures/failures_000000.jsonl           failures.jsonl in slices: one after the other they are the file
+    manifest.json                            the record: who writes, run.json as it is now, the shards that are here
+
+All but the record are put once and never replaced. The record is replaced by its owner alone, conditional on its ETag.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dfexp.errors import StoreError, StoreTaken
+from dfexp.jsonl import decode_line
+from dfexp.shards import Manifest
+from dfexp.store.bucket import PROBE, Bucket, Got
+
+RUN, PROMPTS, RECORD = "run.json", "prompts.jsonl.gz", "manifest.json"
+COMPLETIONS, FAILURES = "completions/", "failures/"
+STALE_S = 600.0
+"""An owner that has not written the record for so long is taken to be gone."""
+_SHOWN = 10
+_PART = re.compile(r"failures/failures_\d{6,}\.jsonl")
+
+
+class Owner(BaseModel):
+    """Who writes: a folder of a machine, known again by `token`, which is nowhere else."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token: str
+    host: str
+    folder: str
+    pid: int
+    is_released: bool = False
+
+
+class Record(BaseModel):
+    """The content of manifest.json in the bucket. `run` is run.json, `manifest` has the shards that are there."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    owner: Owner
+    run: dict[str, Any]
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What was found. `sizes`: bytes by name; `run`: the run.json there; `got`: the record as it was read."""
+
+    sizes: Mapping[str, int]
+    run: Mapping[str, Any] | None
+    record: Record | None
+    got: Got | None
+
+    @property
+    def parts(self) -> list[str]:
+        """The slices of failures.jsonl, in order."""
+        return sorted((name for name in self.sizes if _PART.fullmatch(name)), key=lambda name: (len(name), name))
+
+
+def part_name(number: int) -> str:
+    """The name of a slice of failures.jsonl."""
+    return f"{FAILURES}failures_{number:06d}.jsonl"
+
+
+def read(bucket: Bucket) -> Contents:
+    """List the place and read its two small objects. Raises StoreError, also for a record that dfexp did not write."""
+    sizes, got = bucket.sizes(), bucket.get(RECORD)
+    there = bucket.get(RUN) if RUN in sizes else None
+    try:
+        run = decode_line(there.data) if there else None
+    except ValueError:
+        run = {}
+    try:
+        record = Record.model_validate_json(got.data) if got else None
+    except ValidationError:
+        raise StoreError(
+            f"{bucket.url(RECORD)} is not of dfexp. Choose another store.prefix, or move it away."
+        ) from None
+    return Contents(sizes=sizes, run=run, record=record, got=got)
+
+
+def same_run(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two versions of run.json are of one run: begun at one time, with the same prompts."""
+    return _identity(one) == _identity(other) is not None
+
+
+def _identity(run: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    prompts = run.get("prompts")
+    return (run.get("run"), run.get("created_at"), prompts.get("sha256")) if isinstance(prompts, dict) else None
+
+
+def foreign(contents: Contents, shards: Iterable[str]) -> list[str]:
+    """Names there that are not of a run with these shards, in order."""
+    listed = {entry.name for entry in contents.record.manifest.shards} if contents.record else set[str]()
+    ours = {RUN, PROMPTS, RECORD, *contents.parts, *(COMPLETIONS + name for name in {*listed, *shards})}
+    return sorted(name for name in contents.sizes if name not in ours and not name.startswith(PROBE))
+
+
+def shown(names: list[str]) -> str:
+    """So many names as a person can read, and how many there are."""
+    return f"{len(names):,} object(s): {', '.join(names[:_SHOWN])}" + ", ..." * (len(names) > _SHOWN)
+
+
+def require_place(
+    bucket: Bucket, contents: Contents, run: Mapping[str, Any] | None, shards: Iterable[str]
+) -> list[str]:
+    """Whether the place is free or this run's. Returns the foreign names beside our own.
+
+    Args: run, the local run.json, None before there is one; shards, names of those sealed here.
+
+    Raises StoreError for a place that is another's, and StoreTaken if more shards are there than this folder knows.
+    """
+    there = [name for name in contents.sizes if not name.startswith(PROBE)]
+    if contents.run is None or run is None or not same_run(contents.run, run):
+        if there:
+            what = " It holds another run." if contents.run else ""
+            raise StoreError(
+                f"{bucket.url()} is not empty, and this run did not write what is there: {shown(sorted(there))}.{what} "
+                "Nothing was changed. Choose another store.prefix or name for `run`, or go on with that run by "
+                "dfexp store restore."
+            )
+        return []
+    known = set(shards)
+    listed = [entry.name for entry in contents.record.manifest.shards] if contents.record else []
+    if unknown := [name for name in listed if name not in known]:
+        raise StoreTaken(
+            f"{bucket.url()} has shards that this folder lacks: {shown(unknown)}. Another machine has gone on with the "
+            "run. Go on there, or here in another folder after dfexp store restore."
+        )
+    return foreign(contents, known)
+
+
+def require_owner(bucket: Bucket, contents: Contents, me: Owner) -> None:
+    """Raise StoreTaken, naming it, if another process writes here and has shown so of late."""
+    if contents.record is None or contents.got is None:
+        return
+    owner, age_s = contents.record.owner, contents.got.age_s
+    is_me = (owner.token, owner.host, owner.folder) == (me.token, me.host, me.folder)
+    if not is_me and not owner.is_released and age_s < STALE_S:
+        raise StoreTaken(
+            f"{bucket.url()} is written by process {owner.pid} on {owner.host} ({owner.folder}), which last did so "
+            f"{age_s:.0f} s ago. Stop that run; if it is gone, this can start in {STALE_S - age_s:.0f} s."
+        )
+
+
+def encoded(record: Record) -> bytes:
+    """The record as it is put: a line for each shard, as in the run's folder."""
+    head = json.dumps({"owner": record.owner.model_dump(), "run": record.run}).removesuffix("}")
+    manifest = record.manifest.model_dump_json(exclude={"shards"}).removesuffix("}")
+    shards = ",\n".join(entry.model_dump_json() for entry in record.manifest.shards)
+    return f'{head},"manifest":{manifest},"shards":[\n{shards}\n]}}}}\n'.encode()
