@@ -74,7 +74,7 @@ class Verdict:
         if self.length_ratio is not None:
             ratio, low, high = self.length_ratio
             words.append(f"length {ratio:.3f} times as before, {low:.3f} to {high:.3f} in 95 of 100 cases")
-        return "; ".join([*words, *(f"{test.name}: by chance in {test.p:.2g}" for test in self.tests)])
+        return "; ".join(words)
 
 
 def first_difference(one: str, other: str) -> int | None:

@@ -44,6 +44,39 @@ _REHEARSED = (
 )
 
 
+_TWO_WAYS = (
+    ("--with", {"action": "append", "default": [], "dest": "other", "metavar": "GROUP.KEY=VALUE", "required": True,
+                "help": "what differs in the second configuration; may be repeated"}),
+    ("--prompts", {"type": int, "default": 64, "help": "prompts, drawn at random"}),
+    ("--max-tokens", {"type": int, "default": 512, "help": "of an answer"}),
+    ("--temperature", {"type": amount, "default": 0.0, "help": "0: greedy, where answers should be identical"}),
+    ("--seed", {"type": int, "default": 0, "help": "of the draw of prompts"}),
+)  # fmt: skip
+
+
+_SET = (
+    ("--to", {"type": Path, "required": True, "metavar": "PATH", "help": "a new file: .jsonl, .messages.jsonl, .parquet"}),
+    ("--format", {"choices": ("conversations", "messages", "parquet"), "help": "default: by the suffix"}),
+    ("--thinking", {"choices": ("inline", "apart", "dropped"), "default": "inline",
+                    "help": "thoughts: as the model wrote them, as reasoning_content, or left out"}),
+    ("--accept", {"action": "append", "default": [], "metavar": "MARK", "help": "keep rows that are rejected else"}),
+    ("--reject", {"action": "append", "default": [], "metavar": "MARK", "help": "reject more, such as truncated"}),
+    ("--min-tokens", {"type": int, "default": 0, "help": "fewest tokens of an answer"}),
+    ("--max-tokens", {"type": int, "help": "most tokens of an answer"}),
+    ("--validation", {"type": amount, "default": 0.0, "help": "share of prompts for a second file, such as 0.02"}),
+    ("--merge", {"type": Path, "metavar": "FILE", "help": "an earlier set, whose rows come first; it is left as it is"}),
+    ("--name", {"help": "name of the set, with which the ids of its rows begin; default: the run's"}),
+    ("--license", {"action": "append", "default": [], "metavar": "[SOURCE=]LICENCE", "help": "for the card"}),
+)  # fmt: skip
+
+
+_RESTORED = (
+    ("--from", {"dest": "source", "metavar": "s3://BUCKET/PREFIX/RUN", "help": "where it is; endpoint by boto3's chain"}),
+    ("--params", {"type": Path, "metavar": "PARAMS", "help": "or a parameter file, whose store group says so"}),
+    ("--rows", {"action": "store_true", "help": "download the shards too; alone: of a folder that is there"}),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Exit status: 0 done, 1 failed, 2 wrong input (nothing started), 3 stopped early, 130 Ctrl-C."""
     args = _parser().parse_args(argv)
@@ -64,7 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     action: dict[str, Any] = {"metavar": "ACTION", "required": True}
     of_fleets = commands.add_parser("fleet", help="servers: up, status, reconfigure, down").add_subparsers(**action)
     capacities = commands.add_parser("capacity", help="the capacity model: check").add_subparsers(**action)
+    stores = commands.add_parser("store", help="a run on S3: upload, verify, restore").add_subparsers(**action)
     for group, name, call, summary, arguments in (
+        (stores, "upload", "stores.upload", "what is not in the bucket yet, of a run that does not go on", (_ONE_RUN,)),
+        (stores, "verify", "stores.verify", "bucket and folder compared, both ways", (_ONE_RUN,)),
+        (stores, "restore", "stores.restore", "a run's folder from the bucket alone, to go on from or to read",
+         (_ONE_RUN, _SETTING, *_RESTORED)),
         (commands, "run", "runs.run", "all four notebooks, unattended", (_PARAMS_FILE, _SETTING)),
         (commands, "pilot", "runs.pilot", "a sample of the prompts first: lengths, rates, time left, ten answers",
          (_PARAMS_FILE, _SETTING, *_SAMPLE)),
@@ -78,12 +116,17 @@ def _parser() -> argparse.ArgumentParser:
         (commands, "rehearse", "rehearsals.rehearsal",
          "a run of SGLang servers, or variants of it, on simulated ones; takes no GPU",
          (_PARAMS_FILE, _SETTING, *_REHEARSED, _AS_JSON)),
+        (commands, "equivalence", "equivalence.equivalence",
+         "whether a setting changes what the model says: the same prompts both ways",
+         (_PARAMS_FILE, _SETTING, *_TWO_WAYS)),
         (capacities, "check", "ahead.capacity_check", "startup reports beside what the capacity model says",
          (_REPORTS, _AS_JSON)),
         (commands, "status", "runs.status", "one line per run, and per server of the run that is asked for",
          ((_ONE_RUN[0], {**_ONE_RUN[1], "nargs": "?"}), _OUTPUTS)),
         (commands, "stop", "runs.stop", "drain, seal, end; --now cuts off what is in flight", (_ONE_RUN, _NOW)),
         (commands, "report", "runs.report", "04_report alone, also for a run that is going on", (_ONE_RUN,)),
+        (commands, "export", "export.of_run", "the good rows of a run as a training set, with a card beside it",
+         (_ONE_RUN, *_SET)),
         (of_fleets, "up", "fleets.up", "launch a fleet, or attach to it, and wait for its first tokens",
          (_PARAMS_FILE, _SETTING)),
         (of_fleets, "status", "fleets.status", "each server, its process and its room",

@@ -1,0 +1,21 @@
+"""`dfexp equivalence`: whether a setting changes what the model says."""
+
+from __future__ import annotations
+
+import argparse
+
+from dfexp import params, sidebyside
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
+from dfexp.equivalence import DIFFERS, TOO_FEW
+from dfexp.layout import project_root
+
+
+def equivalence(args: argparse.Namespace) -> int:
+    """`dfexp equivalence PARAMS --with fleet.KEY=VALUE`: exit status 1 where the answers differ or are too few."""
+    spec, changed = params.load(args.params, args.set), params.load(args.params, [*args.set, *args.other])
+    given = {"prompts": args.prompts, "max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
+    verdict = sidebyside.both_ways(spec, changed, project_root(), say, sidebyside.Terms(**given))
+    print(verdict)
+    for test in verdict.tests:
+        print(f"  {test.name}: {test.reference} -> {test.changed}, by chance in {test.p:.2g}")
+    return EXIT_FAILED if verdict.verdict in (DIFFERS, TOO_FEW) else EXIT_OK

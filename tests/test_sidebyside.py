@@ -1,0 +1,71 @@
+"""One configuration beside another on real servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dfexp import params, sidebyside
+from dfexp.cli import main
+from dfexp.equivalence import DIFFERS, PARTS_EARLIER
+from dfexp.errors import ParamsError
+from dfexp.fleet import list_fleets
+from dfexp.layout import project_root
+
+DEMO = Path("params/demo.yaml")
+SMALL = ["--prompts", "20", "--max-tokens", "8"]
+
+
+@pytest.mark.slow
+def test_what_a_setting_changes_is_found_told_kept_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = f"outputs={tmp_path}"
+    penalty = 'generation.extra_body={"repeat_penalty": 1.8}'
+    code = main(["equivalence", str(DEMO), "--set", outputs, "--with", penalty, *SMALL])
+    said = capsys.readouterr().out
+    assert "reference, pass 2 of 2: 20 of 20 prompts answered" in said
+    spec = params.load(DEMO, [outputs])
+    (found,) = sidebyside.kept(spec, project_root())
+    assert found["changes"] == ["generation.repeat_penalty: None -> 1.8"]
+    assert found["verdict"] in (PARTS_EARLIER, DIFFERS)
+    assert code == (found["verdict"] == DIFFERS)
+    assert found["own_identical"] > 0.5
+    assert found["identical"] < 0.5
+    assert found["words"] in said
+    assert not any((tmp_path / "fleets").glob("*/key")), "both fleets have been stopped"
+    assert [folder.name for folder in list_fleets(project_root(), str(tmp_path))] == []
+    rows, tests, examples = sidebyside.tables([found])
+    assert rows.rows[0]["change"] == "generation.repeat_penalty: None -> 1.8"
+    assert len(tests.rows) == 4
+    assert len(examples.rows) == 3
+    assert all(row["reference"] != row["changed"] for row in examples.rows)
+    assert "simulated" not in rows.title
+
+
+def test_two_equal_configurations_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    spec = params.load(DEMO, [f"outputs={tmp_path}"])
+    with pytest.raises(ParamsError, match="both configurations are the same"):
+        sidebyside.both_ways(spec, spec, project_root(), print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_comparisons_there_is_nothing_to_show(tmp_path: Path) -> None:
+    spec = params.load(DEMO, [f"outputs={tmp_path}"])
+    assert sidebyside.kept(spec, project_root()) == []
+    assert sidebyside.tables([]) == []
+
+
+def test_prompts_are_drawn_by_their_seed_from_all_of_the_list(tmp_path: Path) -> None:
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"number {number}"}) + "\n" for number in range(500)))
+    group = params.load(DEMO, [f"prompts.path={file}"]).prompts
+    drawn = [
+        [prompt.index for prompt in sidebyside._draw(sidebyside.prompts.read(group, project_root()), terms)]
+        for terms in (sidebyside.Terms(), sidebyside.Terms(), sidebyside.Terms(seed=1))
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 64
+    assert max(drawn[0]) > 250
