@@ -87,6 +87,11 @@ def kept(spec: RunSpec, root: Path) -> list[dict[str, Any]]:
     return list(read_log(path)) if path.exists() else []
 
 
+def conclusion(found: Sequence[Mapping[str, Any]]) -> str:
+    """The last comparison in a sentence, as Markdown; without one what to do."""
+    return f"**{'; '.join(found[-1]['changes'])}** {found[-1]['words']}" if found else "Nothing was compared so far."
+
+
 def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
     """The comparisons, and the tests and examples of the last."""
     if not found:

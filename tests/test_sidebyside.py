@@ -41,6 +41,7 @@ def test_what_a_setting_changes_is_found_told_kept_and_shown(
     assert rows.rows[0]["change"] == "generation.repeat_penalty: None -> 1.8"
     assert len(tests.rows) == 4
     assert len(examples.rows) == 3
+    assert sidebyside.conclusion([found]).startswith("**generation.repeat_penalty: None -> 1.8** ")
     assert all(row["reference"] != row["changed"] for row in examples.rows)
     assert "simulated" not in rows.title
 
@@ -56,6 +57,7 @@ def test_without_comparisons_there_is_nothing_to_show(tmp_path: Path) -> None:
     spec = params.load(DEMO, [f"outputs={tmp_path}"])
     assert sidebyside.kept(spec, project_root()) == []
     assert sidebyside.tables([]) == []
+    assert sidebyside.conclusion([]) == "Nothing was compared so far."
 
 
 def test_prompts_are_drawn_by_their_seed_from_all_of_the_list(tmp_path: Path) -> None:
