@@ -21,7 +21,7 @@ from dfexp.records import EngineSample, ServerLimits
 from dfexp.rollout import Reading
 
 _SPREAD_S, _LEAST_A_SECOND = 1.0, 64.0
-"""A server that starts gets its first requests over so long, but no fewer a second: simulated ones wait for 0.05 s."""
+"""A server that starts gets its first requests over so long, but no fewer a second."""
 _WATCH_S = 1.0
 _HEALTH_EVERY_S = 15.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -67,7 +67,9 @@ class Lane:
         self.tasks: dict[asyncio.Task[None], float] = {}  # requests in flight, oldest first, and when each was sent
         self.staying: set[asyncio.Task[None]] = set()  # those of them that were elsewhere before
         self._probe_of_room = Probe()
-        self._fed_from: float | None = None  # when it got its first request since it began to serve
+        self.fed_from: float | None = None  # when it got its first request since it began to serve
+        speed = getattr(spec.fleet, "speed", 1.0)  # a clock that waits for the client alone must not see it pause
+        self._spread_s = 0.0 if speed == "max" else _SPREAD_S / speed
         self._running = self._queued = 0  # in the server, when it was sampled; those that wait may be fewer by now
         self.watching: asyncio.Task[None] | None = None
         self.done = self.errors = self.restarts = 0
@@ -110,13 +112,14 @@ class Lane:
         """Whether the server should get another request. The first ones are spread: no herd in one step of it."""
         if not self.serves or now < self._paused_until:
             return False
-        self._fed_from = now if self._fed_from is None else self._fed_from
-        spread = 1 + (now - self._fed_from) * max(_LEAST_A_SECOND, self.limit / _SPREAD_S)
-        return len(self.tasks) < min(self.limit, spread)
+        self.fed_from = now if self.fed_from is None else self.fed_from
+        a_second = max(_LEAST_A_SECOND, self.limit / (self._spread_s or 1.0))
+        due = 1 + (now - self.fed_from) * a_second if self._spread_s else self.limit
+        return len(self.tasks) < min(self.limit, due)
 
     def is_filling(self, now: float) -> bool:
         """Whether it is getting its first requests, some of which are not due yet."""
-        return self.serves and self._fed_from is not None and now < self._fed_from + _SPREAD_S
+        return self.serves and self.fed_from is not None and now < self.fed_from + self._spread_s
 
     @property
     def free_slots(self) -> int:
@@ -373,7 +376,7 @@ class Lane:
 
     async def _refresh_limits(self) -> None:
         """Read the cap again, or look for it again: a restarted server may have another one."""
-        self._fed_from, self._queued = None, 0
+        self.fed_from, self._queued = None, 0
         self._probe_of_room.again()
         try:
             self.limits = await asyncio.to_thread(self._fleet.limits, self.name)
