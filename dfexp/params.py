@@ -305,6 +305,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     return validate(tree, f"{path} with --set {changed}" if changed else str(path))
 
 
+def store_group(tree: Mapping[str, Any]) -> StoreGroup:
+    """A store group on its own. Raises ParamsError that lists every mistake."""
+    try:
+        return StoreGroup.model_validate(tree)
+    except ValidationError as error:
+        raise ParamsError("\n  ".join(("store: wrong parameter(s).", *explain(error, tree, StoreGroup)))) from None
+
+
 def validate(tree: Mapping[str, Any], source: str) -> RunSpec:
     """Check a tree of parameters; `source` names it in messages. Raises ParamsError that lists every mistake."""
     # A group whose every line is commented out is nothing to YAML; its writer means the defaults.

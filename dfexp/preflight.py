@@ -27,11 +27,13 @@ from dfexp.engines.sglang import SglangEngine
 from dfexp.engines.sglang_flags import SHIPPED, argv_for, gpus_per_server
 from dfexp.engines.sglang_install import FIX, Installation
 from dfexp.engines.simulated import SimulatedEngine
-from dfexp.errors import DfexpError, FleetError
+from dfexp.errors import DfexpError, FleetError, StoreUnavailable
 from dfexp.hardware import CONTEXT_MIB, GpuNow, find_gpu, gpus_now
 from dfexp.jsonl import read_json
+from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
 from dfexp.records import ServerLimits
+from dfexp.shards import list_shards
 
 BYTES_PER_TOKEN, LEAST_DISK_GIB, SPARE_FILES, GIB_PER_SIMULATED = 6, 5, 256, 1 / 32
 IDLE_SHARE = 0.03
@@ -77,7 +79,8 @@ def checks_for(spec: RunSpec, root: Path) -> list[Check]:
     if isinstance(engine, SimulatedEngine):
         checks = _simulated(engine)
     prepared, capacity = _capacity(spec, root, version, chosen)
-    return accepted([*checks, *capacity, *_machine(spec, root, prepared)], getattr(spec.fleet, "accepted_checks", ()))
+    checks += [*capacity, *_machine(spec, root, prepared), *_store(spec, root)]
+    return accepted(checks, getattr(spec.fleet, "accepted_checks", ()))
 
 
 def accepted(checks: Sequence[Check], names: Sequence[str]) -> list[Check]:
@@ -339,6 +342,22 @@ def _capacity(spec: RunSpec, root: Path, version: str, chosen: Sequence[GpuNow])
     problem = str(memory) if isinstance(memory, DoesNotFit | FlagsRefused) else problem
     check = judged("capacity", problem, found) if problem or found else noted("capacity", f"not checked: {memory}")
     return prepared, [check]
+
+
+def _store(spec: RunSpec, root: Path) -> list[Check]:
+    """Whether the run's shards can be uploaded. That a store is away is no fault of a run that has begun."""
+    if spec.store.bucket is None:
+        return []
+    from dfexp import store  # here, since it takes boto3, which is slow to import
+
+    folder = RunFolder(root / spec.outputs / spec.run)
+    try:
+        return [judged("store", "", store.check(folder, spec.store))]
+    except DfexpError as error:
+        is_away = isinstance(error, StoreUnavailable) and list_shards(folder.completions)
+        return [
+            noted("store", f"{error}; shards wait in the run's folder") if is_away else judged("store", str(error), "")
+        ]
 
 
 def _machine(spec: RunSpec, root: Path, prepared: Prepared | None) -> list[Check]:

@@ -71,7 +71,7 @@ _SET = (
 
 
 _RESTORED = (
-    ("--from", {"dest": "source", "metavar": "s3://BUCKET/PREFIX/RUN", "help": "where it is; endpoint by boto3's chain"}),
+    ("--from", {"dest": "source", "metavar": "s3://BUCKET/PREFIX/RUN", "help": "its place; endpoint as boto3 finds it"}),
     ("--params", {"type": Path, "metavar": "PARAMS", "help": "or a parameter file, whose store group says so"}),
     ("--rows", {"action": "store_true", "help": "download the shards too; alone: of a folder that is there"}),
 )

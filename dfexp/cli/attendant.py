@@ -16,6 +16,7 @@ from dfexp.generate.verdicts import tally
 from dfexp.jsonl import read_json
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
+from dfexp.shards import not_uploaded
 from dfexp.tables import labelled
 
 NOTEBOOKS = ("01_launch_fleet", "02_capacity", "03_generate", "04_report")
@@ -63,7 +64,10 @@ def _conclude(folder: RunFolder) -> int:
     say(f"  completions  {folder.completions}")
     say(f"  report       {folder.notebooks / '04_report.html'}")
     say(f"  tables       {folder.report}")
-    return EXIT_OK if found.get("state") == "ended" and done + failed == asked else EXIT_FAILED
+    left = not_uploaded(folder.completions) if generate.read_spec(folder).store.bucket else []
+    if left:
+        say(f"  NOT on S3: {len(left):,} shard(s), from {left[0]}. Upload them with: dfexp store upload {folder.name}")
+    return EXIT_OK if found.get("state") == "ended" and done + failed == asked and not left else EXIT_FAILED
 
 
 class Attendant:

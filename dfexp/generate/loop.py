@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -36,6 +36,9 @@ from dfexp.prompts import FrozenPrompts
 from dfexp.records import ServerLimits
 from dfexp.rollout import Terms
 from dfexp.shards import Shards
+
+if TYPE_CHECKING:
+    from dfexp.store import Uploader  # which takes boto3: slow to import
 
 TICK_S, _FILLING_TICK_S = 0.1, 0.01
 STATUS_EVERY_S = 1.0
@@ -62,6 +65,7 @@ class Setup:
     prompts: FrozenPrompts
     shards: Shards
     events: EventLog
+    uploads: Uploader | None
     me: ProcessId
     owner: ProcessId | None
     rows: Sequence[int]
@@ -87,6 +91,7 @@ class Loop:
         self._state = "running"
         self._reason: str | None = None
         self._drain_until: float | None = None
+        self._is_cut = False
         self._next_status = self._next_look = 0.0
         self._all_down_since: float | None = None
         self._rolling = Rolling(
@@ -104,7 +109,7 @@ class Loop:
             if self._rolling.task is not None:
                 self._rolling.task.cancel()
         if now:
-            self._drain_until = time.monotonic()
+            self._drain_until, self._is_cut = time.monotonic(), True
         self._wake.set()
 
     def _signalled(self) -> None:
@@ -126,8 +131,20 @@ class Loop:
             except Exception as error:  # a defect: what is done is safe, and the status must say why it ended
                 state, self._reason = "failed", f"{type(error).__name__}: {error}"
                 traceback.print_exc()
+            await self._upload_rest()
             await asyncio.wait({self._write_status(state)})
             return state, self._reason
+
+    async def _upload_rest(self) -> None:
+        """Give the store its time; being told twice to stop ends that too. What is left stays in the run's folder."""
+        uploads, end = self._s.uploads, time.monotonic() + self._s.spec.store.drain_s
+        if uploads is None:
+            return
+        self._state = "draining"
+        while not await asyncio.to_thread(uploads.wait, 0.5) and time.monotonic() < end and not self._is_cut:
+            self._obey()
+            self._show()
+        uploads.finish(0.0)
 
     async def _work(self) -> tuple[str, str | None]:
         recorder, watching = asyncio.create_task(self._recorder.run()), asyncio.create_task(self._overview.run())

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dfexp import fleet
 from dfexp.capacity.plan_command import require_room
@@ -29,13 +30,20 @@ from dfexp.params import RunSpec
 from dfexp.processes import ProcessId
 from dfexp.prompts import FrozenPrompts
 from dfexp.records import ServerLimits
-from dfexp.shards import Shards
+from dfexp.shards import Shards, not_uploaded
+
+if TYPE_CHECKING:
+    from dfexp.store import Uploader
 
 EXIT_CODES = {"ended": 0, "failed": 1, "stopped": 3}
+EXIT_NOT_UPLOADED = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the generation that `--folder` describes. Exit status: 0 ended, 1 failed, 2 could not start, 3 stopped."""
+    """Run the generation that `--folder` describes.
+
+    Exit status: 0 ended, 1 failed, 2 could not start, 3 stopped, 4 ended, with shards that are not on S3.
+    """
     parser = argparse.ArgumentParser(prog="python -m dfexp.generate")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--root", type=Path, required=True)
@@ -57,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Nothing is held any more: a command that hangs keeps no other start and no `fleet down` waiting.
     with contextlib.suppress(DfexpError), EventLog(folder.events) as events:
         asyncio.run(tell(read_spec(folder).notify, folder, events, state, words))
-    return EXIT_CODES[state]
+    left = not_uploaded(folder.completions) if read_spec(folder).store.bucket else []
+    return EXIT_NOT_UPLOADED if left and state == "ended" else EXIT_CODES[state]
 
 
 def generate(
@@ -90,6 +99,7 @@ def generate(
         limits = _limits(the_fleet, spec, root)
         model = the_fleet.model_name()
         _record(folder, the_fleet, prints)
+        uploads = _uploads(folder, spec, shards, events) if spec.store.bucket else None
         configs = Configs(
             folder=folder, fleet=the_fleet, common={"model": model, "sampling": identity.sampling(spec.generation)}
         )
@@ -101,8 +111,8 @@ def generate(
         }
         setup = Setup(
             folder=folder, root=root, spec=spec, fleet=the_fleet, model=model, limits=limits, config_ids=config_ids,
-            configs=configs, prompts=prompts, shards=shards, events=events, me=ProcessId.current(), owner=owner,
-            rows=rows, rest=rest, later=len(pending) - len(rows),
+            configs=configs, prompts=prompts, shards=shards, events=events, uploads=uploads, me=ProcessId.current(),
+            owner=owner, rows=rows, rest=rest, later=len(pending) - len(rows),
         )  # fmt: skip
         if differing := [one.name for one in the_fleet.servers if one.settings is not None]:
             events.record("servers_differ", detail="they have other settings than the fleet", servers=differing)
@@ -125,6 +135,13 @@ class _AccountedLoop(Loop):
         state, reason = await super()._work()
         shards = self._s.shards
         return end_of(state, reason, done=shards.done, failed=shards.failed, asked=len(self._s.prompts))
+
+
+def _uploads(folder: RunFolder, spec: RunSpec, shards: Shards, events: EventLog) -> Uploader:
+    """The uploads beside the run. Raises StoreError for what is known to be wrong before the first row is sent."""
+    from dfexp.store import Uploader  # here, since it takes boto3, which is slow to import
+
+    return Uploader(folder, spec.store, shards, events.record)
 
 
 def _limits(the_fleet: Fleet, spec: RunSpec, root: Path) -> dict[str, ServerLimits | None]:

@@ -17,7 +17,7 @@ The protocol, and why a crash between any two steps loses nothing:
 """
 
 from dfexp.shards.files import Manifest, ShardEntry, ShardFile, list_shards, read_manifest
-from dfexp.shards.reader import only_stored, read_failures, read_rows
+from dfexp.shards.reader import not_uploaded, only_stored, read_failures, read_rows
 from dfexp.shards.writer import Shards
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "ShardFile",
     "Shards",
     "list_shards",
+    "not_uploaded",
     "only_stored",
     "read_failures",
     "read_manifest",

@@ -33,6 +33,11 @@ def read_rows(folder: Path, parse: Parse = parse_line) -> Iterator[dict[str, Any
         yield from _rows(folder, number, must_exist=must_exist, parse=parse)
 
 
+def not_uploaded(folder: Path) -> list[str]:
+    """The sealed shards that the store is not known to have."""
+    return [entry.name for entry in _listed(folder).values() if entry.uploaded is None]
+
+
 def only_stored(folder: Path) -> list[ShardEntry]:
     """The shards that are in the store and not in this folder: of a run that goes on here from another machine."""
     return [one for one in _listed(folder).values() if one.uploaded is not None and not (folder / one.name).exists()]

@@ -1,0 +1,88 @@
+"""Commands on a run's copy on S3: upload, verify, restore."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+
+from dfexp import control, generate, params, store
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, find_run, say, told
+from dfexp.errors import ParamsError, RunError
+from dfexp.generate.events import EventLog
+from dfexp.jsonl import read_json
+from dfexp.layout import RunFolder, project_root
+from dfexp.params import StoreGroup
+from dfexp.shards import Shards
+
+_URL = re.compile(r"s3://([^/]+)/(?:(.+)/)?([^/]+)/?")
+
+
+def _uploaded_run(text: str) -> tuple[RunFolder, StoreGroup]:
+    folder = find_run(text)
+    group = generate.read_spec(folder).store
+    if group.bucket is None:
+        raise RunError(f"run {folder.name!r} has no store: its parameters name no store.bucket.")
+    return folder, group
+
+
+def upload(args: argparse.Namespace) -> int:
+    """`dfexp store upload RUN`: whatever of a run that has ended or was stopped is not in the bucket yet."""
+    folder, group = _uploaded_run(args.run)
+    if control.going_on(folder) is not None:
+        raise RunError(f"run {folder.name!r} is running, and uploads by itself. To stop it: dfexp stop {folder.name}.")
+    run = read_json(folder.run_json)
+    total, rows_per_shard = run["prompts"]["asked"], run["spec"]["generation"]["rows_per_shard"]
+    with (
+        Shards.open(
+            folder.completions, total=total, fingerprint=run.get("fingerprint", {}), rows_per_shard=rows_per_shard
+        ) as shards,
+        EventLog(folder.events) as events,
+    ):
+        shards.seal()
+        uploads, said = store.Uploader(folder, group, shards, events.record), 0.0
+        while not uploads.wait(1.0):
+            if time.monotonic() > said + 10.0:
+                say(f"  {time.strftime('%H:%M:%S')} {len(uploads.left):,} shard(s) left")
+                said = time.monotonic()
+        if left := uploads.finish(0.0):
+            why = uploads.ended_by or next(iter(uploads.refused.values()))
+            return told(f"{len(left):,} shard(s) are not on S3, from {left[0]}: {why}", EXIT_FAILED)
+    return _verified(folder, group)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """`dfexp store verify RUN`: the bucket beside the run's folder, both ways."""
+    return _verified(*_uploaded_run(args.run))
+
+
+def _verified(folder: RunFolder, group: StoreGroup) -> int:
+    verdict = store.verify(folder, group)
+    print("\n".join([*verdict.problems, f"{verdict.url}: {verdict.shards:,} shard(s), {verdict.bytes:,} bytes agree"]))
+    return told(f"{len(verdict.problems):,} thing(s) differ", EXIT_FAILED) if verdict.problems else EXIT_OK
+
+
+def restore(args: argparse.Namespace) -> int:
+    """`dfexp store restore RUN`: the folder of a run from its bucket alone, and with --rows its shards too."""
+    root, name = project_root(), args.run
+    if args.source or args.params:
+        tree = params.read_yaml(args.params).get("store") or {} if args.params else {}
+        if args.source:
+            match = _URL.fullmatch(args.source)
+            if match is None or match[3] != name:
+                raise ParamsError(f"--from {args.source}: it has to be s3://BUCKET/PREFIX/{name}, with the run's name.")
+            tree = {**tree, "bucket": match[1], "prefix": match[2] or ""}
+        group = params.store_group(params.overlay({"store": tree}, args.set)["store"])
+        made = store.restore(name, group, root)
+        say(f"{made.folder.path}: {made.rows:,} of {made.asked:,} rows are done, in {made.shards:,} shard(s) on S3")
+        for each in made.unread:
+            say(f"  {each} is there and not of this run, so its rows do not count")
+        if made.writer:
+            say(f"  still written by {made.writer}. Stop that run before this one goes on.")
+    elif not args.rows:
+        raise ParamsError("say from where: --from s3://BUCKET/PREFIX/RUN, or --params FILE with a store group.")
+    folder, group = _uploaded_run(name)
+    if args.rows:
+        say(f"{store.fetch_rows(folder, group, say):,} shard(s) downloaded to {folder.completions}")
+    say(f"The run goes on with: dfexp resume {name}")
+    return EXIT_OK
