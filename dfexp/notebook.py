@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from threading import Thread
@@ -36,7 +39,12 @@ def spec(namespace: Mapping[str, Any]) -> params.RunSpec:
     The file that `params` names, with what the parameters cell and papermill set laid over it. Where papermill handed
     over a whole run (`-f params/x.yaml`: fleet and prompts, and no `params`), that stands alone. Names are read from
     the cells: papermill only warns about those that the notebook does not have. Raises ParamsError with all mistakes.
+    From here on the terminal of the kernel hears of a stop too.
     """
+    if "get_ipython" in namespace:
+        with suppress(OSError):  # a stderr that is no file; a kernel's has the one that it began with
+            tell = partial(_tell_the_terminal, os.dup(sys.stderr.fileno()))
+            namespace["get_ipython"]().set_custom_exc((RunStopped,), tell)
     written, injected = _assigned_names(namespace.get("In", ()))
     wrong = [_unknown(name, namespace.get(name)) for name in dict.fromkeys(written + injected) if name not in NAMES]
     if wrong:
@@ -52,6 +60,15 @@ def spec(namespace: Mapping[str, Any]) -> params.RunSpec:
         return params.validate(given, "the parameters of this notebook")
     source = f"{file} with {', '.join(given)} set in the notebook" if given else file
     return params.validate(params.merge(params.read_yaml(project_root() / file), given), source)
+
+
+def _tell_the_terminal(
+    fd: int, shell: Any, kind: type, error: Exception, trace: Any, tb_offset: int | None = None
+) -> None:
+    """Say of a stop, where papermill was started, what it does not: it says that it was aborted. Then as any error."""
+    with suppress(OSError):
+        os.write(fd, f"\ndfexp: {error}\n".encode())
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
 
 def _assigned_names(cells: Sequence[str]) -> tuple[list[str], list[str]]:

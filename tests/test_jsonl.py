@@ -246,7 +246,7 @@ def test_a_replaced_file_is_old_or_new_after_a_loss_of_power(tmp_path):
 
 
 def test_the_names_of_new_folders_are_flushed(tmp_path):
-    """Each folder whose names changed is flushed once they have; and one that a killed process may have left unflushed."""
+    """Each folder that got one, after it did; and that of one which a killed process may have left unflushed."""
     waiting, flushed = set(), set()
 
     def tap(name, args, kwargs):

@@ -41,7 +41,7 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 
 def test_power_lost_while_prompts_are_frozen_leaves_what_the_next_start_completes(project: Project) -> None:
-    """At any instant, whatever of the unflushed the disk kept: no prompt is lost, torn or doubled, and nothing is left."""
+    """At any instant, whatever of the unflushed the disk kept: no prompt is lost or torn, and no file is left."""
     spec, recorder = begun(project)
     live = generate.run_folder(spec, project.root / "live").path
     states = 0
