@@ -134,20 +134,16 @@ def limits(statuses: Sequence[ServerStatus]) -> Table:
     for status in statuses:
         said = status.limits or ServerLimits()
         parts = [f"{part} {count / 2**20:,.0f}" for part, count in (said.state_bytes or {}).items()]
-        row = {
+        rows.append({
             "server": status.name, "engine": said.engine_version or "-", "model": said.model or "-",
             "requests at once": said.max_running_requests, "tokens per request": said.context_length,
             "tokens, all requests": said.max_total_num_tokens, "state slots": said.max_mamba_cache_size,
             "memory implied (MiB)": " + ".join(parts) or "-",
             "RAM now (MiB)": None if status.rss_bytes is None else round(status.rss_bytes / 2**20),
-        }  # fmt: skip
-        rows.append(row)
-    note = (
-        "requests at once: decoded together, the rest waits. tokens per request: prompt and answer. tokens, all"
-        " requests: the KV pool. state slots: of a hybrid model, several for each request. memory implied: computed"
-        " from model and limits. RAM now: measured, with shared pages."
-        " A dash is what the engine does not say."
-    )
+        })  # fmt: skip
+    note = "requests at once: decoded together, the rest waits. tokens per request: prompt and answer. tokens, all"
+    note += " requests: the KV pool. state slots: of a hybrid model, several for each request. memory implied: computed"
+    note += " from model and limits. RAM now: measured, with shared pages. A dash is what the engine does not say."
     return Table(name="limits", title="What each server says of its room", rows=rows, note=note)
 
 
@@ -156,10 +152,8 @@ def room_conclusion(answer: Answer, statuses: Sequence[ServerStatus]) -> str:
     if not answer.completion_tokens:
         return "The server did not count the tokens of the probe, so there is no estimate."
     alone = answer.completion_tokens / answer.latency_s
-    measured = (
-        f"**One request alone: {text(alone)} completion tokens/s** ({answer.completion_tokens:,} tokens in"
-        f" {answer.latency_s:.1f} s, prompt and HTTP included)."
-    )
+    measured = f"**One request alone: {text(alone)} completion tokens/s** ({answer.completion_tokens:,} tokens in"
+    measured += f" {answer.latency_s:.1f} s, prompt and HTTP included)."
     slots = [status.limits.max_running_requests for status in statuses if status.limits]
     if None in slots:
         return measured

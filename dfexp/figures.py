@@ -27,6 +27,8 @@ _HEIGHT = 400
 _POINTS, _BESIDE = 1500, 5  # of a cloud; series, above which their names do not fit into a line
 _SERVERS = 8  # more have more colours than eyes tell apart
 _REASONS = {"stop": ("#0072B2", "ended by itself (stop)"), "length": ("#D55E00", "cut (length)")}
+_LIMIT: dict[str, Any] = {"line": {"dash": "dash", "color": "#444"}, "showlegend": True}
+"""A straight line at a limit; the legend names it, so that its words lie over nothing."""
 _HOVER = "%{y}, at %{x:.2f}<br>%{customdata[0]}<br>%{customdata[1]}<extra></extra>"
 _AXIS = {
     "gridcolor": "#E6E6E6", "zerolinecolor": "#BDBDBD", "linecolor": "#BDBDBD", "ticks": "outside",
@@ -112,10 +114,8 @@ def in_flight(data: report.RunData) -> Chart:
     x, width, title = _bins(data, sent)
     figure.add_bar(x=x, y=sent["requests"], width=width, name="in flight (client)", opacity=0.4)
     _lines(figure, data, said, {name: f"{words} (servers)" for name, words in series.REQUESTS.items()})
-    if data.slots and len(x):
-        ends, words = [x.iloc[0] - width.iloc[0] / 2, x.iloc[-1] + width.iloc[-1] / 2], f"{data.slots:,} at once (cap)"
-        line = {"dash": "dash", "color": "#444"}
-        figure.add_scatter(x=ends, y=[data.slots] * 2, mode="lines", name=words, line=line)
+    if data.slots:
+        figure.add_hline(y=data.slots, name=f"{data.slots:,} at once (cap)", **_LIMIT)
     subtitle = "In flight: sent and not yet answered, finished rows only; servers: their gauges added up, means of bins"
     return finish(figure, _source(data), "Requests in flight", subtitle, title, "requests")
 
@@ -161,8 +161,9 @@ def usages_by_running(data: report.RunData) -> Chart | None:
         if looks[name].notna().any():
             marker = {"size": 5, "opacity": 0.5}
             figure.add_scatter(x=looks["num_running_reqs"], y=looks[name], mode="markers", name=words, marker=marker)
-    for cap in {each.limits.max_running_requests for each in data.watched if each.limits.max_running_requests}:
-        figure.add_vline(x=cap, line={"dash": "dash", "color": "#444"}, annotation={"text": f"cap {cap}"})
+    caps = sorted(each.limits.max_running_requests for each in data.watched if each.limits.max_running_requests)
+    for cap in {*caps[:1], *caps[-1:]}:
+        figure.add_vline(x=cap, name=f"cap {cap}", **_LIMIT)
     subtitle = f"One point a sample of one server, evenly drawn from {len(data.samples):,}"
     told = "Usage against running requests", subtitle, "running requests", "share in use"
     return finish(figure, _source(data), *told) if figure.data else None
@@ -181,8 +182,7 @@ def lengths(data: report.RunData) -> Chart:
     cut = limit if isinstance(limit, int) else 0  # 0: all the room that the prompt left
     figure = _histogram(data, "completion_tokens", cut)
     if cut:
-        words = {"text": f"max_tokens {cut:,}", "xanchor": "right", "yanchor": "bottom"}
-        figure.add_vline(x=cut + 0.5, line={"dash": "dash", "color": "#444"}, annotation=words)
+        figure.add_vline(x=cut + 0.5, name=f"max_tokens {cut:,}", **_LIMIT)
     subtitle = "Finished rows by completion tokens, as the servers count them"
     return finish(figure, _source(data), "Answer lengths", subtitle, "completion tokens", "rows")
 
@@ -262,9 +262,9 @@ def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y:
 
 
 def _source(*runs: report.RunData) -> str:
-    parts = [f"run {labelled(data.folder.name, data.engine)}, {len(data.rows):,} completions"
-             + f", run unfinished ({data.asked - data.missing:,} of {data.asked:,})" * bool(data.missing)
-             for data in runs]  # fmt: skip
+    lefts = [f", run unfinished ({run.asked - run.missing:,} of {run.asked:,})" * bool(run.missing) for run in runs]
+    parts = [f"run {labelled(run.folder.name, run.engine)}, {len(run.rows):,} completions{left}"
+             for run, left in zip(runs, lefts, strict=True)]  # fmt: skip
     return "<br>".join(textwrap.wrap(f"Source: outputs of {'; '.join(parts)}", 150))
 
 

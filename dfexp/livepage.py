@@ -67,10 +67,8 @@ def html(status: Mapping[str, Any] | None) -> str:
         parts.append(f"<div style='margin-top:6px'>{escaping.escape(str(said))}</div>")
     if status["servers"]:
         window = f"tok/s: last {duration(status['window_s'])}{_time(status)}"
-        note = (
-            f"{window}, decoded as the server counts, or of whole answers as the client does; "
-            "answers, errors, restarts: since the start"
-        )
+        note = f"{window}, decoded as the server counts, or of whole answers as the client does; answers, errors,"
+        note += " restarts: since the start"
         is_new = status["window_s"] >= status["elapsed_s"]
         servers = rows_html([_server(server, is_new) for server in status["servers"]])
         parts.append(f"<div style='margin-top:10px'>{servers}<div style='opacity:.7;font-size:12px'>{note}</div></div>")
@@ -174,13 +172,13 @@ def _server(server: Mapping[str, Any], is_new: bool) -> dict[str, Any]:
     return {
         "server": server["name"],
         "state": server["state"].replace("_", " "),
-        "running / cap": f"{text(running)} / {text(server['cap'])}",
+        "running / cap": f"{text(running)}/{text(server['cap'])}",
         "queue": queue,
         "KV usage": kv,
         "state usage": state,
         "tok/s": _rounded(server["client_tok_per_s"] if decoded is None else decoded),
         "by": "client" if decoded is None else "server",
-        "in flight": f"{server['in_flight']:,} / {server['limit']:,}",
+        "in flight": f"{server['in_flight']:,}/{server['limit']:,}",
         "answers": server["done"],
         "errors": server["errors"],
         "restarts": server["restarts"],

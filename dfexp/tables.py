@@ -12,7 +12,7 @@ from dfexp.records import SIMULATED
 
 FONT = "font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:13px;line-height:1.45"
 _CELL = (
-    "padding:4px 14px 4px 0;vertical-align:top;white-space:normal;max-width:34em;"
+    "padding:4px 9px 4px 0;vertical-align:top;white-space:normal;max-width:34em;"
     "border-bottom:1px solid rgba(128,128,128,.25)"
 )
 

@@ -85,18 +85,18 @@ def test_the_page_has_gauges_of_servers_and_dashes_for_what_they_do_not_tell() -
     assert first == [
         "127.0.0.1:8080",
         "ready",
-        "64 / 4",
+        "64/4",
         "3",
         "0.42",
         "0.59",
         "1,234",
         "server",
-        "4 / 5",
+        "4/5",
         "20",
         "0",
         "0",
     ]
-    assert second[1:9] == ["quarantined", "- / 4", "-", "-", "-", "634", "client", "4 / 5"]
+    assert second[1:9] == ["quarantined", "-/4", "-", "-", "-", "634", "client", "4/5"]
 
 
 def test_a_look_from_before_the_first_request_is_no_number() -> None:
@@ -104,11 +104,11 @@ def test_a_look_from_before_the_first_request_is_no_number() -> None:
     empty = {**GAUGES, "num_running_reqs": 0.0, "num_queue_reqs": 0.0, "full_token_usage": 0.0, "mamba_usage": 0.0}
     server = {**status()["servers"][0], **empty, "done": 0}
     for changes, shown in (
-        ({}, "- / 4"), ({"done": 1}, "0 / 4"), ({"in_flight": 0}, "0 / 4"), ({"num_running_reqs": 2.0}, "2 / 4"),
+        ({}, "-/4"), ({"done": 1}, "0/4"), ({"in_flight": 0}, "0/4"), ({"num_running_reqs": 2.0}, "2/4"),
     ):  # fmt: skip
         young = status(servers=[{**server, **changes}], window_s=3.0, elapsed_s=3.0)
         assert f">{shown}<" in html(young)
-    assert ">0 / 4<" in html(status(servers=[server], window_s=60.0, elapsed_s=90.0))
+    assert ">0/4<" in html(status(servers=[server], window_s=60.0, elapsed_s=90.0))
 
 
 def test_the_page_has_findings_with_their_gain_and_change_while_the_run_goes_on() -> None:

@@ -26,7 +26,7 @@ def per_server(data: RunData) -> Table:
     """What each server made, and what it said of itself."""
     found, made = steady(data), data.rows.groupby(data.rows["server"].astype(str))
     tokens, down = made["completion_tokens"], [one["server"] for one in data.events if one["event"] == "server_down"]
-    frame = pd.DataFrame({"rows": made.size(), "completion tokens": tokens.sum(), "mean tokens": tokens.mean()})
+    frame = pd.DataFrame({"rows": made.size(), "mean tokens": tokens.mean()})
     frame["median latency (s)"], frame["client tokens/s"] = made["latency_s"].median(), tokens.sum() / data.busy_s
     frame = frame.reindex(pd.Index([each.name for each in data.watched], name="server"))
     frame["decoded tokens/s"] = server_rates(data, found)

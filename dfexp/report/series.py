@@ -121,10 +121,9 @@ def server_rates(data: RunData, found: Measured) -> list[float | None]:
 def _counters(data: RunData) -> list[Samples]:
     """Each server's counter; of one that went down and never came back it is known that it made nothing more."""
     lasts = {one["server"]: one["event"] for one in data.events if one["event"] in ("server_down", "server_back")}
-    pairs = [([look.at for look in each.samples], [look.realtime_decode_tokens_total for look in each.samples])
-             for each in data.watched]  # fmt: skip
-    return [away(pair, data.ended) if lasts.get(each.name) == "server_down" else pair
-            for each, pair in zip(data.watched, pairs, strict=True)]  # fmt: skip
+    pairs = {each.name: ([one.at for one in each.samples], [one.realtime_decode_tokens_total for one in each.samples])
+             for each in data.watched}  # fmt: skip
+    return [away(pair, data.ended) if lasts.get(name) == "server_down" else pair for name, pair in pairs.items()]
 
 
 @once

@@ -229,10 +229,10 @@ def test_every_figure_of_a_run_with_samples_is_drawn(tmp_path: Path) -> None:
     ]
     middle = len(gap.data[3].y) // 2
     assert sum(part.y[middle] for part in gap.data[:3]) == pytest.approx(gap.data[3].y[middle])
-    words = ["in flight (client)", "running (servers)", "queued (servers)", "144 at once (cap)"]
-    assert [line.name for line in in_flight.data] == words
-    assert not in_flight.layout.shapes, "no words over bars: the legend has them"
-    assert in_flight.data[3].x[0] == 0
+    assert [line.name for line in in_flight.data] == ["in flight (client)", "running (servers)", "queued (servers)"]
+    (cap,), notes = in_flight.layout.shapes, in_flight.layout.annotations
+    assert (cap.y0, cap.name, cap.showlegend) == (144, "144 at once (cap)", True)
+    assert [note.text[:7] for note in notes] == ["Source:"], "no words over bars"
     assert in_flight.data[0].y[middle] == pytest.approx(128, abs=0.5)
     assert in_flight.data[1].y[middle] == pytest.approx(128, abs=0.5)
 
