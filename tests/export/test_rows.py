@@ -1,0 +1,124 @@
+"""What one row becomes, and what speaks against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dfexp.export.rows import MARKS, MORE_MARKS, chat, is_for_validation, joined, marks, split
+from tests.finished_run import row
+
+USER = {"role": "user", "content": "q"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+def found(*, thinking: bool = False, tokens: tuple[int, int | None] = (0, None), **changes: Any) -> set[str]:
+    return marks(row(0, **changes).to_json(), thinking=thinking, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, set()),
+        ({"text": ""}, {"empty", "garbage"}),  # nothing for ten tokens
+        ({"text": "", "completion_tokens": 1}, {"empty"}),
+        ({"text": "<think>\nso\n</think>\n\n", "finish_reason": "length"}, {"empty", "truncated"}),
+        ({"text": "<think>\nso", "finish_reason": "length"}, {"unclosed_thought", "truncated"}),
+        ({"text": "a b " * 200}, {"garbage"}),
+        ({"finish_reason": None}, {"unknown_end"}),
+        ({"flags": ("simulated",)}, {"simulated"}),
+        ({"text": "one\0two"}, {"nul"}),
+        ({"messages": ({"role": "system", "content": "s"}, USER)}, set()),
+        ({"messages": ({"role": "assistant", "content": "hi"}, USER)}, {"odd_turns"}),
+        ({"messages": (USER, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}, USER)},
+         {"odd_turns"}),
+        ({"messages": (USER, {"role": "system", "content": "s"}, USER)}, {"odd_turns"}),
+        ({"messages": ({"role": "system", "content": "s"},)}, {"odd_turns"}),
+        ({"messages": (USER, USER)}, set()),
+        ({"messages": (USER, CALL, {"role": "tool", "content": "1", "tool_call_id": "a"})}, {"tools"}),
+        ({"finish_reason": "tool_calls"}, {"tools"}),
+        ({"tokens": (11, None)}, {"too_short"}),
+        ({"tokens": (10, 10)}, set()),
+        ({"tokens": (0, 9)}, {"too_long"}),
+        ({"tokens": (11, None), "completion_tokens": None}, set()),
+        ({"thinking": True}, {"unclosed_thought"}),
+    ],
+)  # fmt: skip
+def test_what_speaks_against_a_row(changes: dict[str, Any], expected: set[str]) -> None:
+    assert found(**changes) == expected
+    assert expected <= {*MARKS, *MORE_MARKS}
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("plain", "", "plain"),
+        ("<think>\nwhy\n</think>\n\nso", "why", "so"),
+        ("why\n</think>\n\nso", "why", "so"),  # the beginning was in the prompt
+        ("<think>\n\n</think>\n\nso", "", "so"),
+        ("<think>\nnot done", "not done", ""),
+        ("<think>\na </think> b </think> c", "a ", " b </think> c"),
+        ("\n  <think> why  \n</think>so\n", " why  ", "so\n"),
+        ("says <think> in the middle", "", "says <think> in the middle"),
+    ],
+)
+def test_a_text_is_split_where_its_first_thought_ends(text: str, thought: str, answer: str) -> None:
+    assert split(text) == (thought, answer)
+
+
+def test_a_thought_whose_beginning_was_in_the_prompt_is_all_thought_when_it_never_ended() -> None:
+    given = row(0, text="not done", flags=("unclosed_thought", "truncated")).to_json()
+    assert chat(given, "apart")[-1] == {"role": "assistant", "content": "", "reasoning_content": "not done"}
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+@given(TEXT.filter(lambda text: text.strip("\n") == text != ""), TEXT.filter(lambda text: text.lstrip("\n") == text))
+def test_what_templates_write_is_taken_apart_and_joined_again(thought: str, answer: str) -> None:
+    if "</think>" not in thought and not thought.startswith("<think>"):
+        assert joined(*split(joined(thought, answer))) == joined(thought, answer)
+
+
+HISTORY = (
+    {"role": "developer", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}], "name": "x"},
+    {"role": "assistant", "content": "three", "reasoning_content": "hm"},
+    USER,
+)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "before", "answer"),
+    [
+        ("inline", {"content": "<think>\nhm\n</think>\n\nthree"}, {"content": "<think>\nwhy\n</think>\n\nso"}),
+        ("apart", {"content": "three", "reasoning_content": "hm"}, {"content": "so", "reasoning_content": "why"}),
+        ("dropped", {"content": "three"}, {"content": "so"}),
+    ],
+)
+def test_thoughts_go_where_they_are_asked_to(thinking: Any, before: dict[str, str], answer: dict[str, str]) -> None:
+    said = chat(row(0, messages=HISTORY, text="<think>\nwhy\n</think>\n\nso").to_json(), thinking)
+    assert said == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one two"},
+        {"role": "assistant", **before},
+        USER,
+        {"role": "assistant", **answer},
+    ]
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_inline_is_the_text_byte_for_byte(text: str) -> None:
+    assert chat(row(0, text=text).to_json(), "inline")[-1] == {"role": "assistant", "content": text}
+
+
+def test_a_share_of_prompts_is_for_validation_and_a_larger_share_only_adds_some() -> None:
+    prompts = [[{"role": "user", "content": f"question {number}"}] for number in range(4000)]
+    few, more = ([is_for_validation(prompt, share) for prompt in prompts] for share in (0.05, 0.1))
+    assert 150 < sum(few) < 250
+    assert 320 < sum(more) < 480
+    assert all(later for earlier, later in zip(few, more, strict=True) if earlier)
+    assert not any(is_for_validation(prompt, 0.0) for prompt in prompts)
