@@ -25,6 +25,8 @@ from math import log, sqrt
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dfexp.records import EngineSample
+
 Array = NDArray[np.float64]
 Samples = tuple[Sequence[float], Sequence[float | None]]
 """Of one server: times in seconds, and its counter of decoded tokens at each, None where it did not say."""
@@ -235,6 +237,41 @@ def time_left(
     value_s = (rows_left * mean.value + rest) / rate.value
     errors_s = (tokens_error / rate.value, value_s * rate.error / rate.value, _GUESSED * end_s)
     return Estimate(value=value_s + end_s, error=sqrt(sum(each**2 for each in errors_s)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """Request slots of servers over time, each number in slots times seconds.
+
+    Attributes:
+        there: what servers could decode at once, by their caps.
+        occupied: of these, with a request that was being decoded or waited at that server, so that more of them would
+            change nothing. SGLang's gauge of running requests leaves out those that it has just admitted.
+        running: of these, with a request that was being decoded, by that gauge; less also where memory runs out first.
+
+    """
+
+    there: float = 0.0
+    occupied: float = 0.0
+    running: float = 0.0
+
+    def __add__(self, other: Slots) -> Slots:
+        """Both together: of other servers, or of another time."""
+        there, occupied = self.there + other.there, self.occupied + other.occupied
+        return Slots(there=there, occupied=occupied, running=self.running + other.running)
+
+
+def slots_between(before: EngineSample, now: EngineSample) -> Slots:
+    """A server's slots from one look at it to the next, the mean of both; none where it does not tell.
+
+    Whoever adds these up leaves out the time in which the server was away.
+    """
+    cap, half_s, slots = now.max_running_requests, max(0.0, now.at - before.at) / 2, Slots()
+    if cap and before.num_running_reqs is not None and now.num_running_reqs is not None:
+        for running, queued in ((each.num_running_reqs or 0.0, each.num_queue_reqs or 0.0) for each in (before, now)):
+            occupied, running = half_s * min(running + queued, cap), half_s * min(running, cap)
+            slots += Slots(there=half_s * cap, occupied=occupied, running=running)
+    return slots
 
 
 class InFlight:

@@ -23,16 +23,19 @@ from dfexp.estimate import (
     Lengths,
     Rows,
     Samples,
+    Slots,
     away,
     client_rate,
     flights_rate,
     lengths_of,
     reconcile,
     server_rate,
+    slots_between,
     time_left,
     tokens_in_flight,
 )
 from dfexp.params import RunSpec
+from dfexp.records import EngineSample
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVERS, PROMPTS, EVERY_S = 8, 20_000, 5.0
@@ -470,3 +473,22 @@ def test_ages_are_never_negative_whatever_the_clock_does(steps: list[tuple[str, 
         assert len(ages) == sent - over
         assert np.isfinite([*ages, flights_rate([flight]).value]).all()
         assert min([*ages, flights_rate([flight]).value, flight.tok_per_s_each]) >= 0
+
+
+def seen(at: float, running: float | None, queued: float | None, cap: int | None = 10) -> EngineSample:
+    return EngineSample(at=at, server="a", num_running_reqs=running, num_queue_reqs=queued, max_running_requests=cap)
+
+
+def test_slots_are_weighed_by_time_and_a_request_that_waits_for_one_counts() -> None:
+    looks = [seen(0.0, 10, 2), seen(10.0, 9, 1), seen(11.0, 4, 0), seen(31.0, 4, 0)]
+    found = sum(map(slots_between, looks, looks[1:]), Slots())
+    assert found.there == 310
+    assert found.running == pytest.approx(10 * 9.5 + 1 * 6.5 + 20 * 4)
+    assert found.occupied == pytest.approx(10 * 10 + 1 * 7 + 20 * 4)
+    more = slots_between(seen(0.0, 14, 9), seen(1.0, 10, None))
+    assert more == Slots(there=10, occupied=10, running=10), "never more than there are"
+
+
+@pytest.mark.parametrize("odd", [seen(5.0, None, 3), seen(5.0, 3, 3, cap=None), seen(-1.0, 3, 3)])
+def test_slots_of_a_server_that_does_not_tell_are_not_guessed(odd: EngineSample) -> None:
+    assert slots_between(seen(0.0, 3, 0), odd) == Slots()

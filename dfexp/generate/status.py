@@ -19,6 +19,7 @@ from dfexp.capacity.planner import make_plan
 from dfexp.capacity.workload import shared_prefix_share
 from dfexp.diagnose import Finding, Planned, Watched, diagnose
 from dfexp.errors import DfexpError, StorageError
+from dfexp.estimate import Slots, slots_between
 from dfexp.fleet import Fleet
 from dfexp.generate.events import Guard
 from dfexp.generate.progress import Progress, Traffic
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage", "gen_throughput")
 _MOST_FINDINGS, _FORGOTTEN_S = 5, 600.0  # shown; a finding that was away for so long is told anew
 _LOOKS = 2  # samples between two diagnoses
+_FULL = 0.98  # of a start's rows: after that its slots run empty
 _PROMPTS = 2000  # tell how much prompts share
 
 
@@ -73,8 +75,8 @@ class Overview:
         """Args: lanes, as they come to be; queue, the rows that are not sent."""
         self._s, self._lanes, self._queue, self._now = setup, lanes, queue, clock_of(setup.fleet)
         self._started_at, self._done_before = time.time(), setup.shards.done
-        known = (control.read_status(setup.folder) or {}).get("lengths", {}) if setup.shards.done else {}
-        lengths = {int(tokens): int(number) for tokens, number in known.items()}
+        known = (control.read_status(setup.folder) or {}) if setup.shards.done else {}
+        lengths = {int(tokens): int(number) for tokens, number in known.get("lengths", {}).items()}
         self.progress = Progress(self._now(), lengths=lengths)
         self._sampler = Sampler(
             fleet=setup.fleet, path=setup.folder.metrics, interval_s=setup.spec.generation.sample_interval_s,
@@ -87,6 +89,10 @@ class Overview:
         self._plan: Planned | None = None
         self._planned_for: AnyFleet | None = None
         self._state = "running"
+        slots = known.get("slots") or {}
+        self._away_s, self._slots = slots.pop("away_s", 0.0), Slots(**slots)
+        self._looks: dict[str, tuple[EngineSample, float | None]] = {}  # the last at each, and since when it served
+        self._shown_at = self._now()
         self._shown = self.progress.estimates(self._now(), left=0, limit=None, samples={})
         self._shown |= {"findings": [], "servers": []}  # until a look at them has succeeded
 
@@ -121,8 +127,20 @@ class Overview:
     def _traffic(self, server: str) -> Traffic:
         return self.progress.servers[server]
 
+    @property
+    def _is_full_time(self) -> bool:
+        """Whether slots should be full: from the first row of this start to 98 % of them."""
+        over = self.progress.rows + self.progress.failures
+        return self._state == "running" and self.progress.rows > 0 and over < _FULL * len(self._s.rows)
+
     def _sampled(self, sample: EngineSample) -> None:
-        next(lane for lane in self._lanes if lane.name == sample.server).sampled(sample)
+        lane = next(lane for lane in self._lanes if lane.name == sample.server)
+        lane.sampled(sample)
+        before, look = self._looks.pop(lane.name, None), (sample, lane.fed_from if lane.serves else None)
+        if self._is_full_time:
+            self._looks[lane.name] = look
+            if before and before[1] == look[1] is not None:
+                self._slots += slots_between(before[0], sample)
         if sample.num_queue_reqs is not None:
             self._traffic(sample.server).flight.sampled(sample.at, round(sample.num_queue_reqs))
 
@@ -188,6 +206,9 @@ class Overview:
     def _status(self, held: Sequence[Failure], **more: Any) -> dict[str, Any]:
         """The status, of which nothing changes any more."""
         setup, now, shards = self._s, self._now(), self._s.shards
+        if self._is_full_time:
+            self._away_s += (now - self._shown_at) * sum(not lane.serves for lane in self._lanes)
+        self._shown_at = now
         with self._guard("status"):
             shown = self.progress.estimates(
                 now, left=len(self._queue), later=setup.later, limit=self._longest(), samples=self._sampler.recent,
@@ -205,7 +226,8 @@ class Overview:
             "asked": len(setup.prompts), "done": shards.done, "failed": shards.failed + len(held),
             "pending": len(self._queue), "in_flight": sum(len(lane.tasks) for lane in self._lanes),
             "done_before": self._done_before, "rows_of_start": len(setup.rows), "rows_of_later_starts": setup.later,
-            "failures_by_kind": dict(kinds), "flags": dict(self.progress.flags), **more, **self._shown,
+            "failures_by_kind": dict(kinds), "flags": dict(self.progress.flags), **more,
+            "slots": asdict(self._slots) | {"away_s": self._away_s}, **self._shown,
         }  # fmt: skip
 
     def _longest(self) -> float | None:

@@ -85,6 +85,7 @@ def _time(data: RunData) -> Iterator[Line]:
     yield "client rate, rows", len(rows) / data.busy_s, "completions/s", over
     yield "in flight, mean", float(latency.sum()) / data.busy_s, "requests", f"sum of latencies of {over}"
     yield "slots occupied", float(used), "share", "in flight over what servers decode at once, as far as it is known"
+    yield "slots occupied, first to 98 %", *slots(data)
     yield "latency, median", float(latency.median()), "s", "sent to last byte, queueing in the server included"
     yield "latency, 95th percentile", float(latency.quantile(0.95)), "s", "as above"
     yield f"{unit}-hours", hours, "h", f"{units:,} {unit}(s) times the wall time; loading models is not in it"
@@ -95,6 +96,16 @@ def _time(data: RunData) -> Iterator[Line]:
             yield f"GPU {words}, mean", value, f"{unit} a GPU", "all samples of all GPUs"
         for name, share in limited(data).items():
             yield f"GPU {LIMITED[name][0]}", float(share.mean()), "share", "of all samples that say what limits clocks"
+
+
+def slots(data: RunData) -> tuple[float, str, str]:
+    """The share of request slots in use from the first row to 98 % of them, its unit, and what it leaves out."""
+    told = (data.status or {}).get("slots") or {}
+    if not told.get("there"):
+        return nan, "share", "no server said how many it decodes at once and how many it does"
+    how = "of requests that ran or waited at a server, over caps, by samples, the last 2 % of each start left out; "
+    how += f"{told['running'] / told['there']:.3f} ran by the gauge, which leaves out the newest; servers were "
+    return told["occupied"] / told["there"], "share", how + f"away for {duration(told['away_s'])}, which does not count"
 
 
 def mean_tokens(data: RunData) -> tuple[float, str]:

@@ -168,6 +168,21 @@ def assert_told(run: Watched, middle: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_slots_are_full_while_there_are_rows_and_servers_that_are_away_are_told(watched: Any) -> None:
+    """Eight simulated servers of 17 slots, one of which dies and loads its model again, at a fixed speed."""
+    crash = {"kind": "crash", "server": 3, "at_s": 120.0}
+    flags = {**SIMULATED["fleet"]["flags"], "max_running_requests": 17}
+    fleets = {"servers": 8, "speed": 10, "load_s": 40, "flags": flags, "faults": [crash]}
+    run = watched(40_000, **merged(fleet=fleets, generation={"concurrency": "auto"}))
+    last = run.run(lambda status: bool(status["slots"]["there"] > 45_000 and status["slots"]["away_s"]))
+    slots = last["slots"]
+    assert slots["there"] > 45_000, last
+    assert slots["occupied"] / slots["there"] >= 0.99, slots
+    assert 0.9 <= slots["running"] / slots["there"] <= slots["occupied"] / slots["there"]
+    assert 20 < slots["away_s"] < 200, "it loads for 40 s and is looked at once a second, which is ten of its own"
+
+
+@pytest.mark.slow
 def test_what_is_wrong_with_servers_is_found_while_the_run_goes_on(watched: Any) -> None:
     """Of four servers one is three times slower than its siblings, one says only garbage, and one stands still."""
     faults = [
