@@ -24,6 +24,7 @@ from dfexp.layout import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 SETS = (("set.jsonl", []), ("set.parquet", ["--thinking", "apart"]), ("more.jsonl", ["--merge", "FIRST"]))
+LIKE_REAL = ("--validation", "0.02", "--accept", "unclosed_thought")  # the texts of that run are letters alone
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
         for number, (name, more) in enumerate(SETS):
             to = root / "sets" / str(number) / name
             options = [str(first) if word == "FIRST" else word for word in more]
-            given = ["export", str(folder.path), "--to", str(to), "--validation", "0.02", *options]
+            given = ["export", str(folder.path), "--to", str(to), *LIKE_REAL, *options]
             began = time.perf_counter()
             child = subprocess.Popen(
                 [sys.executable, "-m", "dfexp.cli", *given], env={**os.environ, "PYTHONPATH": str(ROOT)}

@@ -30,8 +30,8 @@ MARKS = {
 """What speaks against a row, and keeps it out unless told otherwise."""
 ALWAYS = ("tools", "too_short", "too_long")
 """Marks that cannot be accepted."""
-MORE_MARKS = ("truncated", "nul", "surrogates_repaired", "reasoning_rejoined", "reseeded")
-"""Flags of rows that are in unless told otherwise."""
+MORE_MARKS = ("truncated", "earlier_answers", "nul", "surrogates_repaired", "reasoning_rejoined", "reseeded")
+"""Marks of rows that are in unless told otherwise."""
 
 
 def marks(row: Mapping[str, Any], *, thinking: bool, tokens: tuple[int, int | None]) -> set[str]:
@@ -46,6 +46,7 @@ def marks(row: Mapping[str, Any], *, thinking: bool, tokens: tuple[int, int | No
     calls = "tool" in roles or any(turn.get("tool_calls") for turn in row["messages"])
     more = {
         "odd_turns": is_odd,
+        "earlier_answers": "assistant" in roles,
         "tools": calls or row["finish_reason"] in ("tool_calls", "function_call"),
         "too_short": count is not None and count < least,
         "too_long": count is not None and most is not None and count > most,
