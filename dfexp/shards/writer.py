@@ -268,8 +268,8 @@ class Shards:
         A shard is full and flushed before the next one is created, so a crash leaves whole shards and one torn tail.
         """
         rows_per_shard, shards = self._manifest.rows_per_shard, self._open.copy()
-        for shard in shards:
-            shard.check()
+        for held in (self._failures, *shards):  # no open shard may be there to tell that the folder was removed
+            held.check()
         with ExitStack() as undo:
             while lines:
                 if not shards or shards[-1].is_due:

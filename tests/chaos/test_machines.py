@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -150,6 +151,22 @@ async def test_a_folder_that_is_moved_away_and_back_under_the_run_costs_no_row(p
             code, _, err = await ended(process)
     assert code == 0, err
     assert project.counts(folder) == Counter(range(300))
+
+
+@pytest.mark.parametrize("what", ["run", "completions"])
+async def test_a_folder_that_is_removed_under_the_run_ends_it_before_more_rows_are_made_in_vain(
+    project: Project, what: str
+) -> None:
+    async with ScriptedServer(lambda body, n: chat(), delay_s=0.03) as server:
+        folder = await prepared(project, project.spec([server.url], 3000, rows_per_shard=5))
+        async with running(project, folder) as process:
+            await project.until(folder, lambda status: status.get("done", 0) >= 20)
+            shutil.rmtree(folder.path if what == "run" else folder.completions)
+            code, _, err = await ended(process)
+    assert code == 1
+    assert "failures.jsonl was removed while in use" in err
+    assert len(server.bodies) < 1500
+    assert not folder.completions.exists(), "nobody would look for rows there"
 
 
 async def test_of_two_processes_that_start_at_once_one_works_and_the_other_names_it(project: Project) -> None:

@@ -163,11 +163,20 @@ def done(folder: RunFolder) -> int:
 
 
 @pytest.mark.slow
-def test_dfexp_run_killed_at_any_instant_of_its_launch_leaves_what_the_next_one_finishes(place: Path) -> None:
-    """No server and no process is forgotten: the last command ends with all rows and nothing alive."""
+def test_commands_cut_short_and_killed_at_any_instant_of_a_launch_leave_what_the_next_one_finishes(place: Path) -> None:
+    """No server and no process is forgotten, and no command ends with 0 while rows are unaccounted for.
+
+    The last one ends with all rows and nothing alive; tests of the commands have the other ends.
+    """
     _, folder = written(place)
-    command = [sys.executable, "-m", "dfexp.cli", "run", "params/run.yaml"]
-    draw = random.Random(3)
+    dfexp = [sys.executable, "-m", "dfexp.cli"]
+
+    def ended(*argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*dfexp, *argv], cwd=place, capture_output=True, text=True, timeout=240, check=False)
+
+    cut = ended("pilot", "params/run.yaml", "--rows", "30", "--set", "limits.rows=5")
+    assert (cut.returncode, "25 rows of the sample are missing" in cut.stderr) == (EXIT_STOPPED, True), cut.stderr
+    command, draw = [*dfexp, "run", "params/run.yaml"], random.Random(3)
     for _ in range(3):
         with subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
@@ -175,24 +184,7 @@ def test_dfexp_run_killed_at_any_instant_of_its_launch_leaves_what_the_next_one_
             except subprocess.TimeoutExpired:
                 process.kill()
         assert control.wait_until(lambda: control.living_process(folder) is None, 90), "nobody watches it any more"
-    ended = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert f"{PROMPTS - 3} succeeded + 3 failed = {PROMPTS} of {PROMPTS} asked" in ended.stdout
-    Ledger(folder).check_end(PROMPTS)
-
-
-@pytest.mark.slow
-def test_no_command_ends_with_0_while_rows_are_unaccounted_for(place: Path) -> None:
-    """A pilot that a limit cut short, then the resume that leaves none; tests of the commands have the other ends."""
-    _, folder = written(place)
-
-    def dfexp(*argv: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dfexp.cli", *argv]
-        return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=240, check=False)
-
-    cut = dfexp("pilot", "params/run.yaml", "--rows", "30", "--set", "limits.rows=5")
-    assert (cut.returncode, "25 rows of the sample are missing" in cut.stderr) == (EXIT_STOPPED, True), cut.stderr
-    last = dfexp("resume", "r", "--set", "limits.rows=null")
+    last = ended("resume", "r", "--set", "limits.rows=null")
     assert last.returncode == 0, last.stderr
     assert f"{PROMPTS - 3} succeeded + 3 failed = {PROMPTS} of {PROMPTS} asked" in last.stdout
     Ledger(folder).check_end(PROMPTS)
