@@ -24,7 +24,7 @@ from dfexp.layout import FleetFolder, RunFolder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-ROWS = 60
+ROWS = 36
 PARAMETERS = """run: small
 fleet: {engine: llamacpp, servers: 2, max_running_requests: 2, context_length: 1024}
 prompts: {path: prompts.jsonl}

@@ -124,14 +124,24 @@ def test_watch_interrupt_resume_and_report(browser: Browser, lab: Lab, project: 
     progress(page, "ended")
     assert made(project) == finished, "a run that is finished has nothing left to do"
     assert page.evaluate("window.looks.at(-1)") == [1, ROWS]
+    page.evaluate(EXECUTE, "application:toggle-left-area")
+    narrow(page)
     page.close()
     report_twice(browser, lab, project, tmp_path)
+
+
+def narrow(page: Page) -> None:
+    """Tables and displays fit into a JupyterLab of 1,000 pixels."""
+    page.set_viewport_size({"width": 1000, "height": 1150})
+    page.wait_for_function("([room, output]) => Math.abs(document.querySelector(output).clientWidth - room) < 20",
+                           arg=[pages.LAB_ROOM, ".jp-OutputArea-output"])  # fmt: skip
+    pages.assert_nothing_is_cut(page, ".jp-OutputArea-output:not(.js-plotly-plot)")  # figures follow a while later
 
 
 def report_twice(browser: Browser, lab: Lab, project: Project, tmp_path: Path) -> None:
     """04_report in JupyterLab: each figure that its cells made is drawn, and once, also when they are run again.
 
-    Its outputs get the room that the exported page gives them at 1,000 pixels.
+    Nothing of it is cut in a window of 1,000 pixels; figures are looked at with the room of the exported page.
     """
     page = open_notebook(browser, lab, "04_report.ipynb")
     errors = pages.errors_of(page)
@@ -143,6 +153,8 @@ def report_twice(browser: Browser, lab: Lab, project: Project, tmp_path: Path) -
     pages.assert_drawn(page, titles, "run small")
     page.screenshot(path=tmp_path / "report.png")
     pages.assert_nothing_is_cut(page)
+    narrow(page)
+    page.set_viewport_size({"width": 1120, "height": 1150})
 
     run_to_the_end(page)
     page.wait_for_function(pages.DRAWN, arg=len(titles))

@@ -42,6 +42,10 @@ def test_the_report_is_whole_without_a_network(browser: Browser, tmp_path: Path)
     assert set(titles) >= MUST
     pages.assert_drawn(page, titles, "run after")
     pages.assert_nothing_is_cut(page)
+    room: int = page.eval_on_selector(".jp-OutputArea-output", "output => output.clientWidth")
+    page.set_viewport_size({"width": 1000 - (room - pages.LAB_ROOM), "height": 900})
+    pages.assert_nothing_is_cut(page)
+    page.set_viewport_size({"width": 1000, "height": 900})
     assert [url for url in asked_for if not url.startswith(("file:", "data:", "blob:"))] == []
     assert errors == []
     words = page.locator("body").inner_text()
