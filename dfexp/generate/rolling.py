@@ -23,7 +23,7 @@ from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
 from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
-from dfexp.generate.verdicts import answer_s
+from dfexp.generate.verdicts import drain_s
 from dfexp.params import AnyFleet, GenerationGroup, RunSpec
 from dfexp.rollout import DONE, Terms, Window
 
@@ -80,11 +80,12 @@ class Rolling:
             self._tell("rollout_measures", f"measuring the present speed, {terms.canary_s:g} s")
         before, began = await self._window(terms.canary_s), time.monotonic()
         for number, lane in enumerate(changing, 1):
-            why = await self._change(lane, terms.group, f"{number} of {len(changing)}", terms.drain_s)
+            limit_s = self._drain_s(lane, before, terms)
+            why = await self._change(lane, terms.group, f"{number} of {len(changing)}", limit_s)
             if why is None and number == 1 and terms.canary_s:
                 why = await self._prove(lane, before, terms)
             if why is not None:
-                await self._roll_back(changing[:number], old, why, terms.drain_s)
+                await self._roll_back(changing[:number], old, why, before, terms)
                 return
         during = (before[1], await self._read())
         await asyncio.to_thread(self.fleet.settle, terms.group)
@@ -98,11 +99,18 @@ class Rolling:
             text += f"; tokens/s: {rates[1] / rates[0]:.2f} of before meanwhile, {rates[2] / rates[0]:.2f} afterwards"
         self._tell(DONE, text, cut_off=self.cut_off, tok_per_s=rates)
 
-    async def _change(self, lane: Lane, group: AnyFleet, position: str, drain_s: float | None) -> str | None:
+    def _drain_s(self, lane: Lane, before: Window, terms: Terms) -> float:
+        """Seconds for requests in flight: those asked for, else all that they may take at the speed from before."""
+        if terms.drain_s is not None:
+            return terms.drain_s
+        rate = rollout.rate(lane.name, before)
+        return drain_s(self.generation, lane.limits.context_length, rate, len(lane.tasks))
+
+    async def _change(self, lane: Lane, group: AnyFleet, position: str, limit_s: float) -> str | None:
         """Give one server other settings. None once it serves and answers with sense, else why it does not."""
         began, cap = time.monotonic(), lane.cap
         self._tell("server_draining", f"draining {len(lane.tasks)} requests", lane, position=position)
-        cut = await lane.drain(answer_s(self.generation, None) if drain_s is None else drain_s)
+        cut = await lane.drain(limit_s)
         self.cut_off += cut
         await lane.reading()  # the last of the counter that the restart sets to zero
         drained = time.monotonic()
@@ -136,14 +144,16 @@ class Rolling:
         return None if passed else text
 
     async def _roll_back(
-        self, changed: Sequence[Lane], old: Mapping[str, AnyFleet], why: str, drain_s: float | None
+        self, changed: Sequence[Lane], old: Mapping[str, AnyFleet], why: str, before: Window, terms: Terms
     ) -> None:
         """Give servers their old settings back, the last one first."""
         self._tell("rollout_rolls_back", why)
         for number, lane in enumerate(reversed(changed), 1):
             if not differences(self.fleet.settings(lane.name), old[lane.name]):
                 lane.release(is_well=False)  # it was never touched
-            elif said := await self._change(lane, old[lane.name], f"back {number} of {len(changed)}", drain_s):
+                continue
+            limit_s = self._drain_s(lane, before, terms)
+            if said := await self._change(lane, old[lane.name], f"back {number} of {len(changed)}", limit_s):
                 why += f" {lane.name} with its old settings: {said}"
                 lane.release(is_well=False)
         self._tell("rollout_rolled_back", why)

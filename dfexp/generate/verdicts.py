@@ -56,6 +56,15 @@ def answer_s(generation: GenerationGroup, most_tokens: int | None, measured_tok_
     return 60.0 + 2 * tokens / (asked or _UNKNOWN_TOK_PER_S)
 
 
+def drain_s(generation: GenerationGroup, context: int | None, tok_per_s: float | None, in_flight: int) -> float:
+    """The most that it may take until all requests in flight to one server have ended, in seconds.
+
+    Args: context, the most tokens of a request; tok_per_s, of the whole server, as far as that was measured.
+    """
+    most = context if generation.max_tokens == "fit" else generation.max_tokens
+    return answer_s(generation, most, tok_per_s / in_flight if tok_per_s and in_flight else None)
+
+
 def policy_of(spoiled: SpoiledGroup, flags: Sequence[str]) -> tuple[Policy, str]:
     """What becomes of an answer with such flags, and the one that decides it: fail before retry before keep."""
     asked = [(getattr(spoiled, flag, "keep"), flag) for flag in flags]

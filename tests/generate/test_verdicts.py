@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from dfexp.generate.verdicts import (
     Pace,
     SpoiledStreak,
     answer_s,
+    drain_s,
     end_of,
     is_final,
     pause_s,
@@ -107,6 +109,23 @@ def test_a_time_limit_follows_what_was_measured_unless_one_is_asked_for() -> Non
     assert answer_s(unknown, 32768, 40.0) > 900, "thinking for 15 minutes is no hang"
     assert answer_s(unknown, 32768) == 60 + 32768
     assert answer_s(asked, 800, 40.0) == 60 + 2 * 100
+
+
+@pytest.mark.parametrize(
+    ("asked", "context", "tok_per_s", "in_flight", "limit_s"),
+    [
+        ({"max_tokens": 1000}, 8192, 100.0, 4, 60 + 4 * 1000 / 25),
+        ({"max_tokens": "fit"}, 8192, 100.0, 4, 60 + 4 * 8192 / 25),
+        ({"max_tokens": 1000}, 8192, None, 4, 60 + 2 * 1000 / 2),  # it tells no rate, or was away
+        ({"max_tokens": 1000}, 8192, 0.0, 4, 60 + 2 * 1000 / 2),
+        ({"max_tokens": 1000, "slowest_tok_per_s": 5.0}, 8192, 100.0, 4, 60 + 2 * 1000 / 5),
+        ({"max_tokens": "fit"}, None, None, 0, 60 + 2 * 32768 / 2),
+    ],
+)
+def test_a_drain_may_take_as_long_as_an_answer_at_the_servers_measured_speed(
+    asked: dict[str, Any], context: int | None, tok_per_s: float | None, in_flight: int, limit_s: float
+) -> None:
+    assert drain_s(GenerationGroup(**asked), context, tok_per_s, in_flight) == pytest.approx(limit_s)
 
 
 def test_the_slowest_of_many_answers_together_is_kept() -> None:
