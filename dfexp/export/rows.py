@@ -68,6 +68,12 @@ def joined(thought: str, answer: str) -> str:
     return f"{_OPEN}\n{thought}\n{_CLOSE}\n\n{answer}" if thought else answer
 
 
+def is_as_templates_write(text: str) -> bool:
+    """Whether a template makes the very text again out of what `split` takes apart; it may open the thought itself."""
+    thought, answer = split(text)
+    return not thought or text in ((said := joined(thought, answer)), said.removeprefix(f"{_OPEN}\n"))
+
+
 def chat(row: Mapping[str, Any], thinking: Thinking) -> list[dict[str, str]]:
     """The whole chat, the row's answer last. Every message has `role` and `content`, both text.
 

@@ -23,7 +23,7 @@ from dfexp.errors import ExportError, ParamsError
 from dfexp.export import files, rows
 from dfexp.export.card import card
 from dfexp.export.rows import ALWAYS, MARKS, MORE_MARKS, Thinking
-from dfexp.jsonl import disk, encode_line, fsync_dir, parse_line, read_json, temporary_name
+from dfexp.jsonl import disk, encode_line, fsync_dir, parse_line, read_json, temporary_name, write_atomic
 from dfexp.layout import RunFolder
 
 Format = Literal["conversations", "messages", "parquet"]
@@ -91,9 +91,7 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
     """
     form = options.format or next((form for suffix, form in _SUFFIXES.items() if to.name.endswith(suffix)), None)
     if form is None:
-        raise ParamsError(
-            f"{to.name}: no format has this suffix. Use one of {', '.join(_SUFFIXES)}, or name the format."
-        )
+        raise ParamsError(f"{to.name}: no format has this suffix. Use {', '.join(_SUFFIXES)}, or name the format.")
     if wrong := (options.rejected - {*MARKS, *MORE_MARKS}) | ({*ALWAYS} - options.rejected):
         known = ", ".join((*(mark for mark in MARKS if mark not in ALWAYS), *MORE_MARKS))
         raise ParamsError(f"{min(wrong)!r} can be neither accepted nor rejected. What can: {known}.")
@@ -103,6 +101,8 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
     for path in made.files.values():
         if os.path.lexists(path):
             raise ExportError(f"{path} exists, and no file is ever replaced. Give another folder or name.")
+    if away := shards.only_stored(folder.completions):
+        raise ExportError(f"{len(away):,} shards of {folder.path} are in its store alone: dfexp store restore --rows.")
     with disk(f"write {to}"), contextlib.ExitStack() as undo, contextlib.ExitStack() as halves:
         _scan(folder, made)
         if not made.rows["good"]:
@@ -115,7 +115,7 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
         _write(folder, made, form, parts)
         if not made.written["validation"]:
             del made.files["validation"]
-        parts["card"].write_text(card(made), encoding="utf-8")
+        write_atomic(parts["card"], card(made).encode())
         for split, path in made.files.items():
             os.link(parts[split], path)
             halves.callback(path.unlink)
@@ -159,8 +159,8 @@ def _scan(folder: RunFolder, made: Made) -> None:
         counts["Configurations"][row["config_id"]] += 1
         for name in ("prompt_tokens", "completion_tokens"):
             made.lengths[name].append(np.nan if row[name] is None else row[name])
-        if options.thinking == "apart" and not row["text"].endswith(rows.joined(*rows.split(row["text"]))[8:]):
-            made.rows["thought apart, with other white space around it"] += 1
+        if options.thinking == "apart" and not rows.is_as_templates_write(row["text"]):
+            made.rows["with other white space around the thought"] += 1
     counts["Failed"].update(row["kind"] for row in shards.read_failures(folder.completions))
 
 

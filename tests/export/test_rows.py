@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dfexp.export.rows import MARKS, MORE_MARKS, chat, is_for_validation, joined, marks, split
+from dfexp.export.rows import MARKS, MORE_MARKS, chat, is_as_templates_write, is_for_validation, joined, marks, split
 from tests.finished_run import row
 
 USER = {"role": "user", "content": "q"}
@@ -82,6 +82,17 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 def test_what_templates_write_is_taken_apart_and_joined_again(thought: str, answer: str) -> None:
     if "</think>" not in thought and not thought.startswith("<think>"):
         assert joined(*split(joined(thought, answer))) == joined(thought, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_so"),
+    [
+        ("<think>\na\n</think>\n\nb", True), ("a\n</think>\n\nb", True), ("plain", True),
+        ("<think>\n\n</think>\n\nb", True), ("<think>a</think>b", False), ("\n<think>\na\n</think>\n\nb", False), ("<think>\na\n</think>\n\n\nb", False),
+    ],
+)  # fmt: skip
+def test_other_white_space_around_a_thought_is_noticed(text: str, is_so: bool) -> None:
+    assert is_as_templates_write(text) == is_so
 
 
 HISTORY = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -223,6 +224,29 @@ def test_a_file_that_appears_meanwhile_is_left_and_nothing_else_is(
     with pytest.raises(StorageError, match="File exists"):
         made_from(folder, to)
     assert [(path.name, path.read_text()) for path in to.parent.iterdir()] == [(name, "theirs")]
+
+
+def test_rows_that_are_in_the_store_alone_are_missed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [row(i) for i in range(8)])
+    manifest = json.loads((folder.completions / "manifest.json").read_text())
+    manifest["shards"][0]["uploaded"] = {"key": "somewhere"}
+    (folder.completions / "manifest.json").write_text(json.dumps(manifest))
+    (folder.completions / "completions_000000.jsonl").unlink()
+    with pytest.raises(ExportError, match=r"1 shards of .* in its store alone"):
+        made_from(folder, tmp_path / "set.jsonl")
+
+
+@pytest.mark.parametrize("name", ["set.jsonl", "set.parquet"])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder, to = write_run(tmp_path, [row(0)]), tmp_path / "sets" / name
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        made_from(folder, to)
+    assert not list(to.parent.iterdir())
 
 
 def test_the_card_says_where_everything_comes_from(tmp_path: Path) -> None:
