@@ -7,6 +7,8 @@ import hashlib
 import random
 import re
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,19 +20,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import boto3
-import urllib3
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    CredentialRetrievalError,
-    FlexibleChecksumError,
-    HTTPClientError,
-)
-from botocore.exceptions import (
-    ConnectionError as NoConnection,
-)
+from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, HTTPClientError
+from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError as URLError
 
 from dfexp.errors import StoreConflict, StoreError, StoreTaken, StoreUnavailable
 from dfexp.params import StoreGroup
@@ -41,12 +35,12 @@ if TYPE_CHECKING:
 
 PROBE = ".probe-"
 _PIECE_BYTES, _MOST_WAIT_S = 2**20, 30.0
-_GOES_AWAY = {
+_PASSING = {
     "SlowDown", "RequestTimeout", "RequestTimeoutException", "InternalError", "ServiceUnavailable", "OperationAborted",
-    "ConditionalRequestConflict", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "IncompleteBody",
+    "BadDigest", "ConditionalRequestConflict", "InvalidDigest", "XAmzContentSHA256Mismatch", "IncompleteBody",
     "ExpiredToken", "RequestExpired", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded",
 }  # fmt: skip
-_BROKEN = (HTTPClientError, NoConnection, CredentialRetrievalError, FlexibleChecksumError)
+_BROKEN = (HTTPClientError, NoConnection, CredentialRetrievalError, ResponseParserError, URLError, OSError)
 T = TypeVar("T")
 
 
@@ -54,19 +48,18 @@ class _Failed(Exception):
     """A condition of a put did not hold."""
 
 
-class _Missing(Exception):
-    """There is no such object."""
-
-
 class _Unknown(Exception):
     """The store does not know conditions."""
+
+
+class _Missing(Exception):
+    """There is no such object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
     """What became of a put: the object is there with our content. `is_new`: this very call wrote it."""
 
-    key: str
     etag: str
     is_new: bool
 
@@ -81,9 +74,9 @@ class Got:
 
 
 class Bucket:
-    """The objects below `<prefix>/<run>/`, by their names there.
+    """The objects below `<prefix>/<run>/`, by their names there. May be used in many threads.
 
-    Every call is repeated with full jitter while its error may go away: for `limit_s` seconds, or without a limit until
+    Every call is repeated with full jitter while its error may pass: for `limit_s` seconds, or without a limit until
     `stopped` is set; then errors that only somebody else can mend (a key that was revoked) are waited out too. Raises
     StoreError, of its subclasses StoreUnavailable when it gave up.
     """
@@ -93,16 +86,15 @@ class Bucket:
         told: Callable[[StoreError | None], None] = lambda error: None,
     ) -> None:  # fmt: skip
         """Args: told, is called with each error that is waited out, and with None after a success."""
-        self.group, self.base = group, "/".join(filter(None, (*group.prefix.split("/"), run, ""))) + "/"
-        self.is_conditional = True
-        self._limit_s, self._stopped, self._told = limit_s, stopped or threading.Event(), told
+        self.group, self.base = group, "/".join([*filter(None, group.prefix.split("/")), run, ""])
+        self.is_conditional, self.limit_s = True, limit_s
+        self._stopped, self._told = stopped or threading.Event(), told
         self._secrets: list[str] = []
         try:
             session = boto3.session.Session()
-            found = session.get_credentials()
-            if found is None:
+            if (found := session.get_credentials()) is None:
                 raise StoreError(
-                    "boto3 finds no credentials for S3: export AWS_PROFILE, or AWS_ACCESS_KEY_ID and others."
+                    "boto3 finds no credentials for S3: export AWS_PROFILE, or AWS_ACCESS_KEY_ID and others"
                 )
             self._secrets = [text for text in found.get_frozen_credentials() if text and len(text) > 3]
             config = Config(
@@ -111,11 +103,10 @@ class Bucket:
                 request_checksum_calculation="when_required",
                 s3={"addressing_style": "path" if group.path_style else "auto"},
             )  # fmt: skip
-            self._s3: S3Client = session.client(
-                "s3", endpoint_url=group.endpoint_url, region_name=group.region, config=config
-            )
+            where = {"endpoint_url": group.endpoint_url, "region_name": group.region}
+            self._s3: S3Client = session.client("s3", config=config, **where)  # type: ignore[call-overload]
         except (BotoCoreError, ValueError) as error:
-            raise self._translated(error, "use") from None
+            raise self._translated(error, "use a store") from None
 
     def url(self, key: str = "") -> str:
         """An object's name for a person."""
@@ -141,7 +132,7 @@ class Bucket:
             with suppress(_Failed):
                 if self.is_conditional:
                     return self._put(key, body, sha256, **({"IfMatch": etag} if etag else {"IfNoneMatch": "*"})).etag
-                if ((self._head(key) or {}).get("ETag")) == etag:
+                if (self._head(key) or {}).get("ETag") == etag:
                     return self._put(key, body, sha256).etag
             try:  # a put of ours whose answer was lost
                 return self._same(key, sha256).etag
@@ -160,66 +151,48 @@ class Bucket:
     def get(self, key: str) -> Got | None:
         """Read a small object whole; None if there is none."""
         file = BytesIO()
-        answer = self.fetch(key, file)
-        if answer is None:
+        if (answer := self.fetch(key, file)) is None:
             return None
         now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-        age_s = (now - answer["LastModified"]).total_seconds()
-        return Got(data=file.getvalue(), etag=answer["ETag"], age_s=age_s)
+        return Got(data=file.getvalue(), etag=answer["ETag"], age_s=(now - answer["LastModified"]).total_seconds())
 
     def fetch(self, key: str, file: IO[bytes]) -> dict[str, Any] | None:
         """Read an object into a file, its checksum checked. Returns the store's answer; None if there is no object."""
-
-        def attempt() -> dict[str, Any] | None:
-            file.seek(0)
-            file.truncate()
-            with suppress(_Missing):
-                answer = self._call("get_object", Key=key, ChecksumMode="ENABLED")
-                for piece in self._pieces(answer):
-                    file.write(piece)
-                return answer
-            return None
-
-        return self._repeated(attempt)
+        return self._repeated(lambda: self._read(key, file))
 
     def sizes(self) -> dict[str, int]:
         """Every object below the prefix: name and bytes. Lists, and reads none."""
         found: dict[str, int] = {}
-        token: str | None = ""
-        while token is not None:
-            more = {"ContinuationToken": token} if token else {}
+        more: dict[str, str] | None = {}
+        while more is not None:
             page = self._repeated(lambda more=more: self._call("list_objects_v2", Prefix=self.base, **more))  # type: ignore[misc]
             found |= {each["Key"].removeprefix(self.base): each["Size"] for each in page.get("Contents", ())}
-            token = page.get("NextContinuationToken")
+            more = {"ContinuationToken": page["NextContinuationToken"]} if page.get("IsTruncated") else None
         return found
 
     def probe(self) -> bool:
         """Whether the store honours conditions, shown by two puts to a name of their own; it is removed again."""
-        key, is_honoured = f"{PROBE}{secrets.token_hex(8)}", False
+        key = f"{PROBE}{secrets.token_hex(8)}"
+        first, second = ((text, hashlib.sha256(text).hexdigest()) for text in (b"first", b"second"))
         try:
-            for text in (b"first", b"second"):
-                digest = hashlib.sha256(text).hexdigest()
-                self._repeated(lambda text=text, digest=digest: self._put(key, text, digest, IfNoneMatch="*"))  # type: ignore[misc]
-        except _Failed:
-            is_honoured = True
-        except _Unknown:
+            self._repeated(lambda: self._put(key, *first, IfNoneMatch="*"))
+            self._repeated(lambda: self._put(key, *second, IfNoneMatch="*"))
             return False
+        except (_Failed, _Unknown) as answer:
+            return isinstance(answer, _Failed)
         finally:
             with suppress(StoreError, _Missing):  # whoever may not delete leaves it; it is known by its name
                 self._call("delete_object", Key=key)
-        return is_honoured
 
     def _put(self, key: str, body: bytes | Path, sha256: str, **conditions: str) -> Put:
         """One attempt. Only an answer that repeats our checksum, or the object itself, says that it is there."""
-        checksum = base64.b64encode(bytes.fromhex(sha256)).decode()
-        more = {"StorageClass": self.group.storage_class} if self.group.storage_class else {}
-        if isinstance(body, Path):
-            with body.open("rb") as file:
-                answer = self._call("put_object", Key=key, Body=file, ChecksumSHA256=checksum, **more, **conditions)
-        else:
-            answer = self._call("put_object", Key=key, Body=body, ChecksumSHA256=checksum, **more, **conditions)
-        if answer.get("ChecksumSHA256") == checksum and answer.get("ETag"):
-            return Put(key=key, etag=answer["ETag"], is_new=True)
+        args = {"ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode(), **conditions}
+        if self.group.storage_class:
+            args["StorageClass"] = self.group.storage_class
+        with body.open("rb") if isinstance(body, Path) else BytesIO(body) as file:
+            answer = self._call("put_object", Key=key, Body=file, **args)
+        if answer.get("ChecksumSHA256") == args["ChecksumSHA256"] and answer.get("ETag"):
+            return Put(etag=answer["ETag"], is_new=True)
         return self._same(key, sha256)
 
     def _same(self, key: str, sha256: str) -> Put:
@@ -232,7 +205,7 @@ class Bucket:
                 f"bucket {self.group.bucket!r}, key {self.base + key!r}: there is an object with SHA-256 {there}, ours "
                 f"has {sha256}. It is left as it is, and ours stays in the run's folder. Move one of the two away."
             )
-        return Put(key=key, etag=(self._head(key) or {}).get("ETag", ""), is_new=False)
+        return Put(etag=(self._head(key) or {}).get("ETag", ""), is_new=False)
 
     def _head(self, key: str) -> dict[str, Any] | None:
         with suppress(_Missing):
@@ -240,38 +213,39 @@ class Bucket:
         return None
 
     def _sha256(self, key: str) -> str | None:
-        head = self._head(key)
-        if head is None:
+        if (head := self._head(key)) is None:
             return None
         if re.fullmatch(r"[A-Za-z0-9+/]{43}=", known := head.get("ChecksumSHA256", "")):  # of parts it ends in "-N"
             return base64.b64decode(known).hex()
-        digest = hashlib.sha256()
+        with tempfile.TemporaryFile() as file:
+            if self._read(key, file) is None:
+                return None
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def _read(self, key: str, file: IO[bytes]) -> dict[str, Any] | None:
+        """One attempt to read an object from its beginning."""
+        file.seek(0)
+        file.truncate()
         with suppress(_Missing):
-            for piece in self._pieces(self._call("get_object", Key=key)):
-                digest.update(piece)
-            return digest.hexdigest()
+            answer = self._call("get_object", Key=key, ChecksumMode="ENABLED")
+            try:
+                shutil.copyfileobj(answer["Body"], file, _PIECE_BYTES)
+            except (BotoCoreError, URLError, OSError) as error:  # cut off, or not what its checksum says
+                raise StoreUnavailable(f"cannot read {self.url(key)}: {self._clean(str(error))}") from None
+            if not answer.get("ETag"):
+                raise StoreUnavailable(f"cannot read {self.url(key)}: what answered is no S3 store")
+            return answer
         return None
 
-    def _pieces(self, answer: Any) -> Any:
-        """The body of an answer. A connection that breaks raises StoreUnavailable."""
-        left = answer["ContentLength"]
-        try:
-            while piece := answer["Body"].read(_PIECE_BYTES):
-                left -= len(piece)
-                yield piece
-        except (BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
-            raise self._translated(error, "read from") from None
-        if left:
-            raise StoreUnavailable(f"cannot read from {self.url()}: the answer was cut off")
-
     def _call(self, operation: str, **args: Any) -> dict[str, Any]:
-        """One request. Raises _Missing, _Failed, StoreError; none of them holds the original error and its texts."""
+        """One request. What it raises holds nothing of the original error and its texts."""
         if "Key" in args:
             args["Key"] = self.base + args["Key"]
         try:
             answer: dict[str, Any] = getattr(self._s3, operation)(Bucket=self.group.bucket, **args)
             return answer
-        except (BotoCoreError, ClientError, ResponseParserError, urllib3.exceptions.HTTPError, OSError) as error:
+        except (BotoCoreError, ClientError, *_BROKEN) as error:
             code = error.response["Error"].get("Code", "") if isinstance(error, ClientError) else ""
             if code in ("404", "NoSuchKey") and "Key" in args:
                 raise _Missing from None
@@ -283,18 +257,18 @@ class Bucket:
 
     def _translated(self, error: Exception, what: str) -> StoreError:
         """Our error for one of boto3's, without anything secret that it may repeat."""
-        words, kind = str(error), StoreError
+        words, is_passing = str(error), isinstance(error, _BROKEN)
         if isinstance(error, ClientError):
             said, status = error.response["Error"], error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             words = f"{said.get('Code')} (HTTP {status}): {said.get('Message', '')[:300]}"
-            if status >= 500 or status in (200, 408, 409, 429) or said.get("Code") in _GOES_AWAY:
-                kind = StoreUnavailable
-        elif isinstance(error, (*_BROKEN, ResponseParserError, urllib3.exceptions.HTTPError, OSError)):
-            kind = StoreUnavailable
+            is_passing = status >= 500 or status in (200, 408, 409, 429) or said.get("Code") in _PASSING
+        where = f"{self.group.endpoint_url or 'AWS'}, bucket {self.group.bucket!r}"
+        return (StoreUnavailable if is_passing else StoreError)(f"cannot {what} at {where}: {self._clean(words)}")
+
+    def _clean(self, words: str) -> str:
         for secret in self._secrets:
             words = words.replace(secret, "***")
-        where = f"{self.group.endpoint_url or 'AWS'}, bucket {self.group.bucket!r}"
-        return kind(f"cannot {what} at {where}: {hide_secrets(' '.join(words.split()))}")
+        return hide_secrets(" ".join(words.split()))
 
     def _repeated(self, attempt: Callable[[], T]) -> T:
         """Attempt until it succeeds, or fails in a way that is not waited out."""
@@ -302,13 +276,11 @@ class Bucket:
         while True:
             try:
                 found = attempt()
-            except (StoreConflict, StoreTaken):
-                raise
             except StoreError as error:
-                if not error.retryable and self._limit_s is not None:
-                    raise
+                is_waited_out = error.retryable or (self.limit_s is None and type(error) is StoreError)
                 wait_s = random.uniform(0, min(_MOST_WAIT_S, 0.25 * 2 ** min(tries, 10)))  # noqa: S311 (jitter)
-                if self._limit_s is not None and time.monotonic() + wait_s - began > self._limit_s:
+                is_late = self.limit_s is not None and time.monotonic() + wait_s - began > self.limit_s
+                if not is_waited_out or is_late:
                     raise
                 self._told(error)
                 if self._stopped.wait(wait_s):

@@ -53,6 +53,13 @@ class Record(BaseModel):
     run: dict[str, Any]
     manifest: Manifest
 
+    def encoded(self) -> bytes:
+        """The record as it is put: a line for each shard, as in the run's folder."""
+        head = json.dumps({"owner": self.owner.model_dump(), "run": self.run}).removesuffix("}")
+        manifest = self.manifest.model_dump_json(exclude={"shards"}).removesuffix("}")
+        shards = ",\n".join(entry.model_dump_json() for entry in self.manifest.shards)
+        return f'{head},"manifest":{manifest},"shards":[\n{shards}\n]}}}}\n'.encode()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
@@ -153,11 +160,3 @@ def require_owner(bucket: Bucket, contents: Contents, me: Owner) -> None:
             f"{bucket.url()} is written by process {owner.pid} on {owner.host} ({owner.folder}), which last did so "
             f"{age_s:.0f} s ago. Stop that run; if it is gone, this can start in {STALE_S - age_s:.0f} s."
         )
-
-
-def encoded(record: Record) -> bytes:
-    """The record as it is put: a line for each shard, as in the run's folder."""
-    head = json.dumps({"owner": record.owner.model_dump(), "run": record.run}).removesuffix("}")
-    manifest = record.manifest.model_dump_json(exclude={"shards"}).removesuffix("}")
-    shards = ",\n".join(entry.model_dump_json() for entry in record.manifest.shards)
-    return f'{head},"manifest":{manifest},"shards":[\n{shards}\n]}}}}\n'.encode()

@@ -28,23 +28,49 @@ _TOKEN = ".store_owner"  # noqa: S105 (tells who writes, and opens nothing)
 Tell = Callable[..., None]
 
 
-def require_conditional(bucket: Bucket) -> None:
-    """Find out whether the store honours conditions. Raises StoreError if it does not and that was not allowed."""
+def me(folder: RunFolder) -> Owner:
+    """The folder on this machine, as owner of its place in the bucket."""
+    path = folder.path / _TOKEN
+    if folder.path.exists() and not path.exists():
+        write_atomic(path, secrets.token_hex(16).encode())
+    return Owner(
+        token=path.read_text() if path.exists() else "",
+        host=socket.gethostname(),
+        folder=str(folder.path.resolve()),
+        pid=os.getpid(),
+    )
+
+
+def look(bucket: Bucket, folder: RunFolder, owner: Owner) -> tuple[Contents, list[str]]:
+    """What is in the place, which is this run's or free, and the foreign names there.
+
+    Raises StoreError for a store without conditional writes that are not done without, for a place that is another's,
+    and StoreTaken for another writer.
+    """
     bucket.is_conditional = bucket.probe()
     if not bucket.is_conditional and not bucket.group.allow_unconditional:
         raise StoreError(
             f"the store at {bucket.group.endpoint_url or 'AWS'} ignores If-None-Match, so nothing keeps it from "
             "overwriting. Use another, or accept a look before each put: store.allow_unconditional: true."
         )
+    manifest, found = read_manifest(folder.completions), contents.read(bucket)
+    run = read_json(folder.run_json) if folder.run_json.exists() else None
+    others = contents.require_place(bucket, found, run, [entry.name for entry in manifest.shards] if manifest else [])
+    contents.require_owner(bucket, found, owner)
+    return found, others
 
 
-def me(folder: RunFolder) -> Owner:
-    """The folder on this machine, as owner of its place in the bucket."""
-    path = folder.path / _TOKEN
-    if not path.exists():
-        write_atomic(path, secrets.token_hex(16).encode())
-    token = path.read_text()
-    return Owner(token=token, host=socket.gethostname(), folder=str(folder.path.resolve()), pid=os.getpid())
+def check(folder: RunFolder, group: StoreGroup) -> str:
+    """What is found in the place of a run, in words. Writes nothing but a probe, which it removes again.
+
+    Raises StoreError for what would keep the run from being uploaded, StoreUnavailable if the store does not answer.
+    """
+    bucket = Bucket(group, folder.name)
+    found, others = look(bucket, folder, me(folder))
+    there = len(found.record.manifest.shards) if found.record else 0
+    words = f"{bucket.url()}: {f'{there:,} shards of this run' if found.run else 'empty'}, can be written"
+    words += "" if bucket.is_conditional else "; If-None-Match is ignored, so dfexp looks before each put"
+    return words + f"; left alone there: {contents.shown(others)}" * bool(others)
 
 
 class Uploader:
@@ -57,10 +83,12 @@ class Uploader:
     Attributes: refused, why shards will not be uploaded, by name; ended_by, why nothing more is, or None.
     """
 
-    def __init__(self, folder: RunFolder, group: StoreGroup, shards: Shards, tell: Tell) -> None:
-        """Args: tell, records an event with its details, in any thread."""
+    def __init__(
+        self, folder: RunFolder, group: StoreGroup, shards: Shards, tell: Tell, *, patience_s: float = 20.0
+    ) -> None:
+        """Args: tell, records an event with its details, in any thread; patience_s, what a store gets to answer now."""
         self._folder, self._shards, self._tell = folder, shards, tell
-        self._stopped, self._changed, self._outage = threading.Event(), threading.Condition(), False
+        self._stopped, self._changed, self._is_away = threading.Event(), threading.Condition(), False
         self._queue: SimpleQueue[ShardEntry] = SimpleQueue()
         self._waiting: dict[str, ShardEntry] = {}
         self._stored: dict[str, ShardEntry] = {}
@@ -68,20 +96,17 @@ class Uploader:
         self.ended_by: str | None = None
         self._owner, self._sent_bytes, self._parts = me(folder), 0, 0
         self._etag: str | None = None
-        self._last_record, self._is_dirty, self._is_ready, self._finishing = 0.0, True, False, False
-        manifest = read_manifest(folder.completions)
-        assert manifest is not None  # written by Shards.open
-        self._empty = manifest.model_copy(update={"shards": []})
-        self._begin(Bucket(group, folder.name), group, manifest.shards)
-
-    def _begin(self, bucket: Bucket, group: StoreGroup, sealed: Sequence[ShardEntry]) -> None:
-        self._bucket = Bucket(group, self._folder.name, limit_s=None, stopped=self._stopped, told=self._told)
+        self._is_open = self._is_ready = self._is_dirty = self._is_finishing = False
+        self._last_record = 0.0
+        self._bucket = Bucket(group, folder.name, limit_s=patience_s, stopped=self._stopped, told=self._told)
+        self._known = read_manifest(folder.completions)
+        self._waiting = {entry.name: entry for entry in self._known.shards} if self._known else {}
         try:
-            self._claim(bucket, sealed)
+            self._claim()
         except StoreUnavailable as error:
             self._told(error)
-            self._waiting = {entry.name: entry for entry in sealed}
-        self._shards.on_sealed = self.add
+        self._bucket.limit_s = None
+        shards.on_sealed = self.add
         self._keeper = threading.Thread(target=self._keep, args=(group.concurrency,), daemon=True, name="dfexp-store")
         self._keeper.start()
 
@@ -102,7 +127,7 @@ class Uploader:
     def wait(self, within_s: float) -> bool:
         """Take no more shards, and wait until all are uploaded or cannot be. Returns whether that is so."""
         with self._changed:
-            self._finishing = True
+            self._is_finishing = True
             self._changed.notify_all()
         self._keeper.join(within_s)
         return not self._keeper.is_alive()
@@ -119,50 +144,41 @@ class Uploader:
     def _told(self, error: StoreError | None) -> None:
         """Of an outage its beginning and its end are told."""
         with self._changed:
-            is_new, self._outage = (error is None) == self._outage, error is not None
-        if is_new:
+            is_new, self._is_away = (error is None) == self._is_away, error is not None
+        if is_new and not self._stopped.is_set():
             self._tell("store_away" if error else "store_answers_again", **({"detail": str(error)} if error else {}))
 
-    def _claim(self, bucket: Bucket, sealed: Sequence[ShardEntry]) -> None:
+    def _claim(self) -> None:
         """See that the place is ours, make it so, and sort the shards into those that are there and those that wait."""
-        require_conditional(bucket)
-        self._bucket.is_conditional = bucket.is_conditional
-        run, names = read_json(self._folder.run_json), [entry.name for entry in sealed]
-        found = contents.read(bucket)
-        others = contents.require_place(bucket, found, run, names)
-        contents.require_owner(bucket, found, self._owner)
+        bucket = self._bucket
+        found, others = look(bucket, self._folder, self._owner)
         if found.run is None:
             text = self._folder.run_json.read_bytes()
             bucket.put_once(RUN, text, hashlib.sha256(text).hexdigest())
-        self._sort(found, sealed)
+        listed = {entry.name: entry for entry in found.record.manifest.shards} if found.record else {}
+        with self._changed:
+            for name, entry in [*self._waiting.items()]:
+                there = listed.get(name)
+                if there and there.sha256 == entry.sha256 and found.sizes.get(COMPLETIONS + name) == entry.bytes:
+                    self._stored[name] = entry.model_copy(update={"uploaded": there.uploaded})
+                    self._shards.note_uploaded(self._stored[name])
+                elif not (self._folder.completions / name).exists():
+                    self.refused[name] = f"{name} is neither here nor in the bucket"
+            self._waiting = {n: e for n, e in self._waiting.items() if n not in self._stored and n not in self.refused}
         self._etag = found.got.etag if found.got else None
         self._parts, self._sent_bytes = len(found.parts), sum(found.sizes[name] for name in found.parts)
-        self._put_record(bucket)
+        self._put_record()
+        self._is_open = True
         mode = {} if bucket.is_conditional else {"unconditional": "it ignores If-None-Match: looked for, then put"}
-        self._tell("store_opened", at_url=bucket.url(), stored=len(self._stored), waiting=len(self._waiting), **mode)
+        self._tell("store_opened", url=bucket.url(), stored=len(self._stored), waiting=len(self._waiting), **mode)
         if others:
             self._tell("store_foreign", detail=f"not of this run, and left alone: {contents.shown(others)}")
-
-    def _sort(self, found: Contents, sealed: Sequence[ShardEntry]) -> None:
-        """Which shards are there, by the listing and the record, which wait, and which are lost."""
-        listed = {entry.name: entry for entry in found.record.manifest.shards} if found.record else {}
-        for entry in sealed:
-            there, size = listed.get(entry.name), found.sizes.get(COMPLETIONS + entry.name)
-            with self._changed:
-                self._waiting.pop(entry.name, None)
-                if there is not None and size == entry.bytes and there.sha256 == entry.sha256:
-                    self._stored[entry.name] = entry.model_copy(update={"uploaded": there.uploaded})
-                    self._shards.note_uploaded(self._stored[entry.name])
-                elif (self._folder.completions / entry.name).exists():
-                    self._waiting[entry.name] = entry
-                else:
-                    self.refused[entry.name] = f"{entry.name} is neither here nor in the bucket"
 
     def _keep(self, concurrency: int) -> None:
         """The thread that begins, writes slices and the record, and ends."""
         try:
-            if self._last_record == 0.0:  # the store was away at the start
-                self._claim(self._bucket, list(self._waiting.values()))
+            if not self._is_open:  # the store was away at the start
+                self._claim()
             self._put_prompts()
             with self._changed:
                 self._is_ready = True
@@ -173,26 +189,25 @@ class Uploader:
             while not self._is_over():
                 self._put_failures()
                 if self._is_dirty or time.monotonic() - self._last_record > RENEW_S:
-                    self._put_record(self._bucket)
+                    self._put_record()
             self._put_failures()
             self._owner = self._owner.model_copy(update={"is_released": True})
-            self._put_record(self._bucket)
+            self._put_record()
         except (DfexpError, OSError) as error:
             if not self._stopped.is_set():
                 self.ended_by = str(error)
-                self._tell("store_ended", detail=str(error))
+                self._tell("store_ended", detail=self.ended_by)
                 self._stopped.set()
 
     def _is_over(self) -> bool:
         """Wait for the next record's time. Whether all is uploaded and nothing more will come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._finishing and not self._waiting, RECORD_EVERY_S)
-            return self._finishing and not self._waiting
+            return self._changed.wait_for(lambda: self._is_finishing and not self._waiting, RECORD_EVERY_S)
 
     def _work(self) -> None:
         """One of the threads that put shards."""
         while not self._stopped.is_set():
-            entry = self._queue.get()
+            entry, error = self._queue.get(), None
             try:
                 data = (self._folder.completions / entry.name).read_bytes()
                 if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -200,26 +215,19 @@ class Uploader:
                         f"{entry.name} was changed after it was sealed, so it is not uploaded. Restore it."
                     )
                 put = self._bucket.put_once(COMPLETIONS + entry.name, data, entry.sha256)
-            except (StoreError, OSError) as error:
+                note = {"to": self._bucket.url(COMPLETIONS + entry.name), "etag": put.etag, "at": time.time()}
+                entry = entry.model_copy(update={"uploaded": note})
+                self._shards.note_uploaded(entry)
+            except (StoreError, OSError) as problem:
                 if self._stopped.is_set():
                     return
-                self._tell("store_refused", shard=entry.name, detail=str(error))
-                self._settle(entry, str(error))
-            else:
-                note = {"to": self._bucket.url(put.key), "etag": put.etag, "at": time.time()}
-                self._settle(entry.model_copy(update={"uploaded": note}))
-
-    def _settle(self, entry: ShardEntry, error: str | None = None) -> None:
-        if error is None:
-            self._shards.note_uploaded(entry)
-        with self._changed:
-            del self._waiting[entry.name]
-            if error is None:
-                self._stored[entry.name] = entry
+                error = str(problem)
+                self._tell("store_refused", shard=entry.name, detail=error)
+            with self._changed:
+                del self._waiting[entry.name]
+                (self.refused if error else self._stored)[entry.name] = error or entry  # type: ignore[assignment]
                 self._is_dirty = True
-            else:
-                self.refused[entry.name] = error
-            self._changed.notify_all()
+                self._changed.notify_all()
 
     def _put_prompts(self) -> None:
         """The frozen prompts, compressed. Whose they are run.json tells, so they may be there."""
@@ -246,12 +254,12 @@ class Uploader:
         self._bucket.put_once(contents.part_name(self._parts), data, hashlib.sha256(data).hexdigest())
         self._parts, self._sent_bytes = self._parts + 1, size
 
-    def _put_record(self, bucket: Bucket) -> None:
+    def _put_record(self) -> None:
         with self._changed:
             self._is_dirty = False
-            shards = [self._stored[name] for name in sorted(self._stored, key=lambda name: self._stored[name].number)]
-        manifest = self._empty.model_copy(update={"shards": shards})
-        record = Record(owner=self._owner, run=read_json(self._folder.run_json), manifest=manifest)
-        data = contents.encoded(record)
-        self._etag = bucket.replace(RECORD, data, hashlib.sha256(data).hexdigest(), self._etag)
+            shards = sorted(self._stored.values(), key=lambda entry: entry.number)
+        assert self._known is not None  # Shards.open has written one
+        manifest = self._known.model_copy(update={"shards": shards})
+        data = Record(owner=self._owner, run=read_json(self._folder.run_json), manifest=manifest).encoded()
+        self._etag = self._bucket.replace(RECORD, data, hashlib.sha256(data).hexdigest(), self._etag)
         self._last_record = time.monotonic()

@@ -82,12 +82,12 @@ def _difference(bucket: Bucket, found: Contents, entry: ShardEntry) -> str:
 
 
 def _unknown(bucket: Bucket, found: Contents, manifest: Manifest | None) -> Iterator[str]:
-    here = {entry.name: entry for entry in manifest.shards} if manifest else {}
-    there = {entry.name: entry for entry in found.record.manifest.shards} if found.record else {}
-    for name in sorted(there.keys() - here.keys()):
+    here = {entry.name: entry.bytes for entry in manifest.shards} if manifest else {}
+    there = {entry.name for entry in found.record.manifest.shards} if found.record else set()
+    for name in sorted(there - here.keys()):
         yield f"{bucket.url(COMPLETIONS + name)}: of this run, but not in this folder: another machine has gone on"
-    for name in sorted(here.keys() - there.keys()):
-        if COMPLETIONS + name in found.sizes:
+    for name in sorted(here.keys() - there):
+        if found.sizes.get(COMPLETIONS + name) == here[name]:
             yield f"{bucket.url(contents.RECORD)} lacks {name}, which is there: dfexp store upload mends it"
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ class Place:
     def group(self, **more: Any) -> StoreGroup:
         return StoreGroup(**{"bucket": self.name, "prefix": "expansion", "endpoint_url": self.url, **more})
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=self.name)
         return [each["Key"] for page in pages for each in page.get("Contents", ())]
 
@@ -88,11 +90,25 @@ class Run:
         prompts = {"asked": rows, "sha256": sha256, "sources": [], "dropped": [], "dropped_by_reason": {}}
         write_json(
             self.folder.run_json,
-            {"run": "r", "spec": spec, "prompts": prompts, "configs": {}, "created_at": time.time(), "fingerprint": FINGERPRINT},
-        )  # fmt: skip
+            {
+                "run": "r",
+                "spec": spec,
+                "prompts": prompts,
+                "configs": {},
+                "created_at": time.time(),
+                "fingerprint": FINGERPRINT,
+            },
+        )
 
     def open(self) -> Shards:
         return open_shards(self.folder)
+
+    def copied(self, root: Path) -> Run:
+        """The same run in another folder, as it is on another machine."""
+        other = copy(self)
+        other.folder = RunFolder(root / "outputs" / "r")
+        shutil.copytree(self.folder.path, other.folder.path)
+        return other
 
 
 def open_shards(folder: RunFolder) -> Shards:
@@ -105,7 +121,7 @@ def open_shards(folder: RunFolder) -> Shards:
 
 def row(index: int, text: str = "") -> Completion:
     return Completion(
-        index=index, id=str(index), messages=({"role": "user", "content": f"q{index}"},), text=text or f"answer {index}",
+        index=index, id=str(index), messages=({"role": "user", "content": "q"},), text=text or f"answer {index}",
         finish_reason="stop", prompt_tokens=3, completion_tokens=4, max_tokens=16, server="s", config_id="c", attempt=1,
         submitted_at=1.0, latency_s=1.0, flags=(),
     )  # fmt: skip
