@@ -5,8 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from dfexp.generate.events import EventLog
+from dfexp.generate.lane import Lane
+from dfexp.params import GenerationGroup, SimulatedFleet
+from dfexp.records import ServerLimits
 from tests.generate.conftest import Project
 from tests.scripted_server import ScriptedServer, chat
 
@@ -81,6 +89,26 @@ async def test_the_first_requests_come_one_after_the_other(project: Project) -> 
         await project.run(project.spec([server.url], 250, concurrency=200))
     for start in came[:150]:
         assert sum(start <= each < start + 0.1 for each in came[:150]) < 100, "no herd"
+
+
+@pytest.mark.parametrize(("speed", "at_once", "later_s"), [("max", 170, 0.0), (1.0, 1, 1.0), (50.0, 1, 0.02)])
+async def test_the_first_requests_are_spread_by_the_servers_own_time(
+    tmp_path: Path, speed: Any, at_once: int, later_s: float
+) -> None:
+    """A simulated clock that waits for the client alone would take a pause for its end, and move on."""
+    group = {"engine": "simulated", "model": "m", "speed": speed}
+    spec: Any = SimpleNamespace(fleet=SimulatedFleet.model_validate(group), generation=GenerationGroup())
+    one: Any = SimpleNamespace(name="a", url="http://127.0.0.1:1", argv=None)
+    with EventLog(tmp_path / "events.jsonl") as events:
+        limits = ServerLimits(max_running_requests=160)
+        lane = Lane(SimpleNamespace(key=""), one, limits, "m", spec, events, "")  # type: ignore[arg-type]
+        for now, most in ((1000.0, at_once), (1000.0 + later_s + 1e-6, 170)):
+            while lane.has_room(now):
+                lane.tasks[asyncio.create_task(asyncio.sleep(0))] = now
+            assert len(lane.tasks) == most
+            assert lane.is_filling(now) == (most < 170)
+        await asyncio.gather(*lane.tasks)
+        await lane.client.aclose()
 
 
 async def test_a_server_that_does_not_tell_its_room_is_asked_for_it(project: Project) -> None:
