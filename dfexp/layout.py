@@ -27,6 +27,7 @@ class RunFolder:
         self.name = path.name
         self.run_json = path / "run.json"  # resolved parameters, versions, hardware, fingerprints
         self.prompts = path / "prompts.jsonl"  # the frozen prompts; line i is index i
+        self.prompts_report = path / "prompts_report.json"  # what was left out of them, and why; their lengths
         self.control = path / "control"  # commands to the running process, and its status
         self.completions = path / "completions"  # shards, done-set, failures, manifest
         self.events = path / "events.jsonl"  # launches, crashes, restarts, findings

@@ -14,6 +14,7 @@ from pydantic.functional_validators import field_validator, model_validator
 from dfexp.errors import ParamsError
 from dfexp.params_errors import explain, hide_secrets, looks_secret, shown
 from dfexp.params_plan import Count, FlagValues, Group, PlanGroup
+from dfexp.params_prompts import PromptsGroup as PromptsGroup
 from dfexp.params_simulated import FaultPart, Speed
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -134,16 +135,6 @@ class ExternalFleet(FleetGroup):
         if len({url.rstrip("/").removesuffix("/v1").lower() for url in urls}) < len(urls):
             raise ValueError("it names a server twice. Name each once.")
         return urls
-
-
-class PromptsGroup(Group):
-    """Where the prompts come from."""
-
-    path: str | Annotated[list[str], Field(min_length=1)] = Field(description="JSONL or Parquet files, by suffix")
-    column: str | None = Field(None, description="field with the text or the messages; default: found by its name")
-    id_column: str | None = Field(None, description="field with an id; default: `id` where there is one")
-    system: str | None = Field(None, description="system message put before prompts that have none")
-    limit: int | None = Field(None, ge=1, description="take only the first so many")
 
 
 class SpoiledGroup(Group):

@@ -6,21 +6,19 @@ import contextlib
 import hashlib
 import itertools
 import os
-import sys
-import zlib
 from array import array
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dfexp.errors import CorruptShardError, FingerprintError, PromptsError, StorageError
-from dfexp.jsonl import encode_line, fsync_dir, parse_line, temporary_name, write_all
+from dfexp.errors import CorruptShardError, FingerprintError, StorageError
+from dfexp.jsonl import fsync_dir, parse_line, temporary_name, write_all, write_json
 from dfexp.layout import RunFolder
 from dfexp.params import PromptsGroup
 from dfexp.records import Prompt
-from dfexp.sources import FIELDS, Unusable, existing_file, messages_of, record_of, rows_of
+from dfexp.sources import Reading as Reading
+from dfexp.sources import render as render
 
 _TOGETHER = 500  # prompts that are written at once
 
@@ -29,8 +27,10 @@ _TOGETHER = 500  # prompts that are written at once
 class Frozen:
     """What `freeze` did: `asked` prompts are in prompts.jsonl, whose SHA-256 is `sha256` (hexadecimal).
 
-    `sources`: path as given, sha256, rows (records read, dropped ones included). `dropped`: source, line from 1 (row
-    number in Parquet), reason and detail of the first 1,000 dropped records; `dropped_by_reason` counts all of them.
+    `sources`: path as given, sha256, rows (records read, dropped ones included), kept. `dropped`: source, line from 1
+    (row number in Parquet), reason and detail of the first 100 dropped for each reason; `dropped_by_reason` counts all
+    of them, `odd_by_reason` what was kept and is worth a look. `shared_prefix_share`: part of all text, 0-1, with which
+    an earlier prompt begins too. prompts_report.json beside the prompts says more.
     """
 
     asked: int
@@ -38,79 +38,25 @@ class Frozen:
     sources: list[dict[str, Any]]
     dropped: list[dict[str, Any]]
     dropped_by_reason: dict[str, int]
+    odd_by_reason: dict[str, int]
+    shared_prefix_share: float
 
     def to_json(self) -> dict[str, Any]:
         """The `prompts` part of run.json."""
         return asdict(self)
 
 
-class Reading:
-    """The prompts of a group, one by one. Its counts and lists are as in `Frozen`, complete when the iteration ends."""
-
-    def __init__(self, group: PromptsGroup, root: Path) -> None:
-        """Check that every file is there. Raises PromptsError: missing, a folder, unknown suffix."""
-        paths = [group.path] if isinstance(group.path, str) else group.path
-        self._files = [(given, existing_file(given, root)) for given in paths]
-        self._fields = (group.column,) if group.column else FIELDS
-        self._id_field, self._id_seen = group.id_column or "id", group.id_column is None
-        self._system, self._limit = group.system, group.limit or sys.maxsize
-        self.asked = 0
-        self.sources: list[dict[str, Any]] = []
-        self.dropped: list[dict[str, Any]] = []
-        self.dropped_by_reason: Counter[str] = Counter()
-
-    def __iter__(self) -> Iterator[Prompt]:
-        """Read all files in order, once. Raises PromptsError: unreadable, no usable prompt, no row with the id."""
-        for given, path in self._files:
-            if self.asked < self._limit:
-                yield from self._file(given, path)
-        names = ", ".join(given for given, _ in self._files)
-        if self.asked == 0:
-            counts = ", ".join(f"{count} x {reason}" for reason, count in self.dropped_by_reason.items()) or "no rows"
-            first = "".join("\n  {source}:{line}: {reason}: {detail}".format(**drop) for drop in self.dropped[:3])
-            raise PromptsError(f"no usable prompt in {names} ({counts}). Name its field with prompts.column.{first}")
-        if not self._id_seen:
-            raise PromptsError(f"prompts.id_column = {self._id_field!r}: no row of {names} has that field.")
-
-    def _file(self, given: str, path: Path) -> Iterator[Prompt]:
-        rows = 0
-        try:
-            before = path.stat()
-            for line, row in rows_of(path, self._fields, ("input", self._id_field)):
-                if self.asked == self._limit:
-                    break
-                rows += 1
-                try:
-                    prompt = self._prompt(row)
-                except Unusable as problem:
-                    reason, detail = problem.args
-                    self.dropped_by_reason[reason] += 1
-                    if len(self.dropped) < 1000:
-                        self.dropped.append({"source": given, "line": line, "reason": reason, "detail": detail[:200]})
-                else:
-                    yield prompt
-            sha256, after = _sha256(path), path.stat()
-        except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise PromptsError(f"cannot read {given} after row {rows}: {error}. Repair or replace the file.") from error
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise PromptsError(f"{given} changed while it was read. Start again when nothing writes to it.")
-        self.sources.append({"path": given, "sha256": sha256, "rows": rows})
-
-    def _prompt(self, row: Any) -> Prompt:
-        record = record_of(row)
-        messages, given_id = messages_of(record, self._fields), record.get(self._id_field)
-        if self._system and not any(message["role"] in ("system", "developer") for message in messages):
-            messages = ({"role": "system", "content": self._system}, *messages)
-        has_id = isinstance(given_id, str | int | float) and given_id != ""
-        prompt = Prompt(index=self.asked, id=str(given_id if has_id else self.asked), messages=messages)
-        self.asked += 1
-        self._id_seen |= self._id_field in record
-        return prompt
-
-
 def read(group: PromptsGroup, root: Path) -> Reading:
     """The prompts that `group` names, its relative paths resolved against `root`."""
     return Reading(group, root)
+
+
+def measured(group: PromptsGroup, root: Path) -> dict[str, Any]:
+    """Read them all, as a run would: what its prompts_report.json would hold. Raises PromptsError."""
+    reading = read(group, root)
+    for _ in reading.lines():
+        pass
+    return reading.report()
 
 
 def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
@@ -123,16 +69,15 @@ def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
     reading, path, temporary = read(group, root), folder.prompts, temporary_name(folder.prompts)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        for left in folder.path.glob(f".{path.name}.*.tmp"):
+        for left in folder.path.glob(".prompts*.tmp"):
             left.unlink()
-        _write(temporary, reading)
+        _write(temporary, reading.lines(folder.path))
         sha256 = _sha256(temporary)
         if path.exists() and (there := _sha256(path)) != sha256:
             raise FingerprintError(f"{path} holds other prompts (SHA-256 {there}), left as it is. Rename the run.")
         os.replace(temporary, path)
         fsync_dir(path.parent)
-    except (TypeError, ValueError) as error:  # a NaN or a date among the tool calls
-        raise PromptsError(f"prompt {reading.asked} cannot be written as JSON: {error}. Remove it.") from error
+        write_json(folder.prompts_report, report := reading.report())
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}. Free space or fix the folder.") from error
     finally:
@@ -142,14 +87,15 @@ def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
         asked=reading.asked,
         sha256=sha256,
         sources=reading.sources,
-        dropped=reading.dropped,
-        dropped_by_reason=dict(reading.dropped_by_reason),
+        dropped=report["dropped"],
+        dropped_by_reason=report["dropped_by_reason"],
+        odd_by_reason=report["odd_by_reason"],
+        shared_prefix_share=report["shared_prefix_share"],
     )
 
 
-def _write(path: Path, reading: Reading) -> None:
-    """Write prompts to a new file, safe when this returns."""
-    lines = (encode_line({"index": one.index, "id": one.id, "messages": one.messages}) for one in reading)
+def _write(path: Path, lines: Iterator[bytes]) -> None:
+    """Write lines to a new file, safe when this returns."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         while together := b"".join(itertools.islice(lines, _TOGETHER)):

@@ -24,6 +24,7 @@ ORDER = (
     "layout",
     "params_errors",
     "params_plan",
+    "params_prompts",
     "params_simulated",
     "params",
     "sources",

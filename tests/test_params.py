@@ -187,7 +187,7 @@ def test_what_json_cannot_carry_is_no_extra_body() -> None:
 
 def test_an_item_of_a_list_is_named_by_its_place_and_the_list_is_not_blamed_too() -> None:
     assert mistake(prompts={"path": ["a", 5]}) == (
-        f"prompts.path.1 = 5: must be a valid string. {QUOTES} (JSONL or Parquet files, by suffix)"
+        f"prompts.path.1 = 5: must be a valid string. {QUOTES} (JSONL, Parquet or text files, by suffix)"
     )
     assert mistake(prompts={"path": []}).startswith("prompts.path = []: must be a valid string or List should have")
 
@@ -251,7 +251,8 @@ def test_the_nearest_right_key_is_found_in_the_group_and_beyond(group: str, key:
 
 def test_a_key_near_to_nothing_gets_the_list_of_keys() -> None:
     assert mistake(prompts={"wibble": 1}) == (
-        "prompts.wibble = 1: unknown key. Known keys: path, column, id_column, system, limit."
+        "prompts.wibble = 1: unknown key. Known keys: path, hf, column, id_column, system, system_column, role_key, "
+        "content_key, roles, turns, draw, sources, limit, seed, on_bad, filters, duplicates."
     )
     assert mistake(store={"wibble": 1}).startswith("store.wibble = 1: unknown key. Known keys: bucket, prefix, ")
 

@@ -28,7 +28,6 @@ from dfexp.records import ServerLimits
 from dfexp.rehearse import drive
 from dfexp.rehearse.whole import simulate
 from dfexp.shards import read_rows
-from dfexp.sources import messages_of
 from tests.finished_run import START, row, status, write_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,7 +203,7 @@ def test_drawn_prompts_have_the_planned_lengths_and_are_always_the_same(project:
     assert paths[0].read_bytes() == paths[1].read_bytes()
     texts = [json.loads(line) for line in paths[0].read_text().splitlines()]
     assert len(texts) == variant.spec.prompts.limit == 2000
-    tokens = sorted(prompt_tokens(messages_of(text, ("prompt",))) for text in texts)
+    tokens = sorted(prompt_tokens([{"role": "user", "content": text["prompt"]}]) for text in texts)
     assert tokens[1000] == pytest.approx(40, rel=0.05)
     assert tokens[1900] == pytest.approx(90, rel=0.1)
     assert len({text["prompt"] for text in texts}) > 1990

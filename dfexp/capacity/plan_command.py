@@ -24,12 +24,11 @@ from dfexp.errors import DfexpError, PromptsError
 from dfexp.hardware import Efficiency, UnknownGpu, find_gpu
 from dfexp.params import RunSpec, SglangServers, SimulatedFleet
 from dfexp.params_plan import LengthPart, PlanGroup
-from dfexp.records import Prompt, ServerLimits
+from dfexp.records import ServerLimits
 
-OPENING_CHARS = 4096
-"""Characters of each prompt that the shared-prefix share looks at, so that 654,676 prompts fit in memory."""
 Z95 = 1.6448536269514722
 """Standard deviations from the median to the 95th percentile."""
+MEASURED = {"prompts": "asked", "shared_prefix_share": "shared_prefix_share"}
 _WORDS = ("why", "flags")
 MISTAKES = (DoesNotFit, FlagsRefused, UnknownGpu, UnknownModel)
 """Why a launch with this plan must not begin; after other errors nothing is predicted, so that nothing is required."""
@@ -50,11 +49,12 @@ def prepared_for(spec: RunSpec, root: Path) -> Prepared:
     Raises CapacityError: the file has no `plan` group, or its values are impossible; UnknownGpu.
     """
     plan = plan_of(spec, root)
-    texts: list[str] = []
+    known: dict[str, Any] = {}
     if plan.prompts is None or plan.shared_prefix_share is None:
         with suppress(PromptsError):
-            texts = [_opening(prompt) for prompt in prompts.read(spec.prompts, root)]
-    return prepare(plan, texts)
+            found = prompts.measured(spec.prompts, root)
+            known = {name: found[key] for name, key in MEASURED.items() if getattr(plan, name) is None}
+    return prepare(plan.model_copy(update=known))
 
 
 def plan_of(spec: RunSpec, root: Path) -> PlanGroup:
@@ -90,7 +90,7 @@ def predicted(spec: RunSpec, root: Path, **known: Any) -> tuple[Prepared | None,
     """
     prepared = None
     try:
-        prepared = prepare(plan_of(spec, root).model_copy(update=known), [])
+        prepared = prepare(plan_of(spec, root).model_copy(update=known))
         return prepared, prepared.setting.memory()
     except DfexpError as error:
         return prepared, error
@@ -133,31 +133,22 @@ def require_room(spec: RunSpec, root: Path, limits: Mapping[str, ServerLimits | 
         )
 
 
-def _opening(prompt: Prompt) -> str:
-    """The beginning of a prompt's messages, as one text."""
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt.messages)[:OPENING_CHARS]
-
-
-def prepare(plan: PlanGroup, texts: list[str]) -> Prepared:
+def prepare(plan: PlanGroup) -> Prepared:
     """Read the model, find the GPU, build the workload, calibrate.
 
-    Args: texts, the run's prompts for their count and shared prefixes; what the group says beats them.
     Raises CapacityError, UnsupportedModel, UnknownGpu, FlagsRefused.
     """
     assert plan.model, "plan_of has filled it in"
     model = load_model(plan.model, weights_gib=plan.weights_gib, weight_dtype=plan.weight_dtype)
     flags, gpu = plan.flags or {}, find_gpu(plan.gpu)
     server = Server(shape=model.shape, weight_dtype=model.weight_dtype, gpu=gpu, flags=parse_flags(flags))
-    completions = plan.prompts or len(texts)
-    if not completions:
+    if not plan.prompts:
         raise CapacityError("plan.prompts is not given, and no prompts were counted; say how many completions to make.")
-    share = plan.shared_prefix_share
-    if share is None and texts:
-        share = workload.shared_prefix_share(texts)
     limit = float(server.context_length)
     prompt = _lengths(plan.prompt, limit)
     completion = _lengths(plan.completion, max(1.0, limit - prompt.mean))
     most = plan.max_tokens
+    share = plan.shared_prefix_share
     load = workload.Workload(prompt=prompt, completion=completion, max_tokens=most, shared_prefix_share=share)
     setting = Setting(
         server=server,
@@ -165,7 +156,7 @@ def prepare(plan: PlanGroup, texts: list[str]) -> Prepared:
         free=_free(plan, model, server),
         efficiency=_efficiency(plan, server, load),
         workload=load,
-        prompts=completions,
+        prompts=plan.prompts,
         servers=plan.servers or 1,
         concurrency=plan.concurrency,
         available_gib=plan.available_gpu_mem_gib,

@@ -1,4 +1,4 @@
-"""What a run asks of its servers: prompt and completion lengths, what is in flight at any time, and shared prefixes.
+"""What a run asks of its servers: prompt and completion lengths, and what is in flight at any time.
 
 A request in flight is met with a chance proportional to its length, so contexts in flight are longer than half a mean
 completion; with lengths L the tokens already generated average E[L^2] / (2 E[L]).
@@ -6,10 +6,7 @@ completion; with lengths L the tokens already generated average E[L^2] / (2 E[L]
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import erf, exp, log, sqrt
 from typing import Literal
 
@@ -148,19 +145,3 @@ def _fit_median(sigma: float, completions: float, generated: float, limit: float
         lengths = log_normal(exp(middle), sigma, limit=limit)
         low, high = (middle, high) if early_figures(lengths, generated)[0] > completions else (low, middle)
     return lengths
-
-
-def shared_prefix_share(prompts: Iterable[str]) -> float:
-    """Part of all prompt text that repeats another prompt's beginning: the best hit rate a prefix cache could have.
-
-    Characters stand for tokens. Sorting puts every prompt beside the one it shares most with. 0.0 for no prompts.
-    """
-    ordered = sorted(prompts)
-    total = sum(map(len, ordered))
-    return sum(_common(*pair) for pair in pairwise(ordered)) / total if total else 0.0
-
-
-def _common(left: str, right: str) -> int:
-    """Length of the common beginning."""
-    lengths = range(1, min(len(left), len(right)) + 1)
-    return bisect(lengths, False, key=lambda length: left[:length] != right[:length])

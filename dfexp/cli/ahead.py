@@ -1,8 +1,10 @@
-"""Commands that look ahead and start nothing: check, preflight, plan, capacity check."""
+"""Commands that look ahead and start nothing: check, prompts, preflight, plan, capacity check."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
 
 from dfexp import fleet, params, preflight, prompts
 from dfexp.capacity import plan_command
@@ -16,10 +18,19 @@ def check(args: argparse.Namespace) -> int:
     """`dfexp check PARAMS`: parameters and prompts, starting nothing."""
     spec = params.load(args.params, args.set)
     engine_for(spec.fleet, project_root()).outside_key()
-    reading = prompts.read(spec.prompts, project_root())
-    kept = sum(1 for _ in reading)
-    dropped = ", ".join(f"{count} {reason}" for reason, count in reading.dropped_by_reason.items()) or "none"
-    print(f"{args.params} is right: run {spec.run!r}, engine {spec.fleet.engine}, {kept} prompts, dropped: {dropped}")
+    found = prompts.measured(spec.prompts, project_root())
+    dropped = ", ".join(f"{count} {reason}" for reason, count in found["dropped_by_reason"].items()) or "none"
+    is_right = f"{args.params} is right: run {spec.run!r}, engine {spec.fleet.engine}"
+    print(f"{is_right}, {found['asked']} prompts, dropped: {dropped}")
+    return EXIT_OK
+
+
+def prompts_dry(args: argparse.Namespace) -> int:
+    """`dfexp prompts PARAMS`: read the prompts as a run would, and say what is left out and why."""
+    spec, root = params.load(args.params, args.set), project_root()
+    began = time.monotonic()
+    report, took_s = prompts.measured(spec.prompts, root), time.monotonic() - began
+    print(json.dumps(report) if args.json else f"{prompts.render(report)}\nread in {took_s:,.1f} s")
     return EXIT_OK
 
 

@@ -58,7 +58,7 @@ def _conclude(folder: RunFolder) -> int:
     found = control.read_status(folder) or {}
     asked, done, failed = (found.get(key, 0) for key in ("asked", "done", "failed"))
     dropped = sum(read_json(folder.run_json)["prompts"]["dropped_by_reason"].values())
-    unused = f"; {dropped} row(s) of the source are no prompts, see run.json" if dropped else ""
+    unused = f"; {dropped} row(s) of the sources were left out, see prompts_report.json" if dropped else ""
     name = labelled(repr(folder.name), found.get("engine"))
     say(f"run {name} {found.get('state')}: {tally(done, failed, asked)}{unused}")
     say(f"  completions  {folder.completions}")

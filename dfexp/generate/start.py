@@ -19,7 +19,7 @@ from dfexp.errors import CorruptShardError, FingerprintError, RunError
 from dfexp.generate.identity import hardware, sampling_text, versions
 from dfexp.jsonl import disk, make_folder, read_json, write_json
 from dfexp.layout import FleetFolder, RunFolder
-from dfexp.params import RunSpec, validate
+from dfexp.params import PromptsGroup, RunSpec, validate
 from dfexp.processes import ProcessId
 from dfexp.prompts import freeze
 
@@ -164,7 +164,8 @@ def _spawn(folder: RunFolder, root: Path, retry_failed: Collection[str] | None, 
 
 def _check_prompts(spec: RunSpec, recorded: Mapping[str, Any], root: Path, folder: RunFolder) -> None:
     """A run goes on with its frozen prompts; parameters or files that mean others need another run."""
-    old, new = recorded["spec"]["prompts"], spec.model_dump()["prompts"]
+    # As this version reads them: a run that an older one began lacks the keys that are new.
+    old, new = PromptsGroup.model_validate(recorded["spec"]["prompts"]).model_dump(), spec.prompts.model_dump()
     if old != new:
         changed = _changes(_flat(old, "prompts."), _flat(new, "prompts."))
         raise FingerprintError(

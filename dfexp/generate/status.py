@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from math import inf
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dfexp import control
-from dfexp.capacity.plan_command import predicted
+from dfexp.capacity.plan_command import MEASURED, predicted
 from dfexp.capacity.planner import make_plan
-from dfexp.capacity.workload import shared_prefix_share
 from dfexp.diagnose import Finding, Planned, Watched, diagnose
 from dfexp.errors import DfexpError, StorageError
 from dfexp.estimate import Slots, slots_between
 from dfexp.fleet import Fleet
 from dfexp.generate.events import Guard
 from dfexp.generate.progress import Progress, Traffic
+from dfexp.jsonl import read_json
 from dfexp.params import AnyFleet, RunSpec, SimulatedFleet
 from dfexp.quality import flags
-from dfexp.records import GARBAGE, Answer, EngineSample, Failure, Prompt, ServerLimits
+from dfexp.records import GARBAGE, Answer, EngineSample, Failure, ServerLimits
 from dfexp.sampler import Sampler
 from dfexp.virtual_time import CLOCK, LiveClock
 
@@ -37,7 +37,6 @@ _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usag
 _MOST_FINDINGS, _FORGOTTEN_S = 5, 600.0  # shown; a finding that was away for so long is told anew
 _LOOKS = 2  # samples between two diagnoses
 _FULL = 0.98  # of a start's rows: after that its slots run empty
-_PROMPTS = 2000  # tell how much prompts share
 
 
 def clock_of(fleet: Fleet) -> Callable[[], float]:
@@ -48,17 +47,15 @@ def clock_of(fleet: Fleet) -> Callable[[], float]:
     return lambda: zero_at + time.monotonic()
 
 
-def planned(spec: RunSpec, root: Path, asked: int, some: Iterable[Prompt] = ()) -> Planned | None:
+def planned(spec: RunSpec, root: Path, frozen: Mapping[str, Any]) -> Planned | None:
     """What the capacity model says of a run's servers; None where it says nothing. Takes a second.
 
-    Args: asked, prompts of the run, which count where the plan has no number; some, which tell how much prompts share.
+    Args: frozen, what run.json says of the prompts: it counts where the plan leaves open how many there are and how
+    much they share.
     """
     if spec.planned is None:
         return None
-    known: dict[str, Any] = {} if spec.planned.prompts else {"prompts": asked}
-    texts = ["\n".join(str(one.get("content")) for one in prompt.messages) for prompt in some]
-    if texts and spec.planned.shared_prefix_share is None:
-        known["shared_prefix_share"] = shared_prefix_share(texts)
+    known = {name: frozen.get(key) for name, key in MEASURED.items() if getattr(spec.planned, name) is None}
     with contextlib.suppress(DfexpError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         prepared, _ = predicted(spec, root, **known)
         return Planned(setting=prepared.setting, plan=make_plan(prepared.setting)) if prepared else None
@@ -170,9 +167,8 @@ class Overview:
 
     def _planned(self, group: AnyFleet) -> Planned | None:
         """What the capacity model says of these servers."""
-        spec, prompts = self._s.spec.model_copy(update={"fleet": group}), self._s.prompts
-        some = range(0, len(prompts), max(1, len(prompts) // _PROMPTS))
-        return planned(spec, self._s.root, len(prompts), (prompts[index] for index in some))
+        spec = self._s.spec.model_copy(update={"fleet": group})
+        return planned(spec, self._s.root, read_json(self._s.folder.run_json)["prompts"])
 
     def _tell(self, found: list[Finding]) -> None:
         """Keep findings, and record the new ones. Of several servers only faults are told of each."""

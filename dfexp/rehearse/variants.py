@@ -148,8 +148,7 @@ def _variant(
     in_flight = concurrency or 2 * memory.max_running_requests
     number = min(setting.prompts, ceil(setting.servers * (rate * hours * 3600 * SPARE + in_flight)))
     prompts = spec.prompts.model_copy(update={"limit": min(number, spec.prompts.limit or number)})
-    paths = [prompts.path] if isinstance(prompts.path, str) else prompts.path
-    missing = [each for each in paths if not (root / Path(each).expanduser()).exists()]
+    missing = [each for each in prompts.paths if not (root / Path(each).expanduser()).exists()]
     if missing:
         prompts = params.PromptsGroup(path=f"{spec.outputs}/drawn/{spec.run}.jsonl", limit=prompts.limit)
     # Seconds of the servers' clock, not of ours, decide whether one is stuck.

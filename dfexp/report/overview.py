@@ -19,6 +19,7 @@ from dfexp.params import BaselinePart
 from dfexp.records import SIMULATED
 from dfexp.report.data import RunData, flags_of, load
 from dfexp.report.series import GPUS, LIMITED, POOLS, REQUESTS, flight, limited, medians, occupied, steady
+from dfexp.shards import read_manifest
 from dfexp.tables import Table, duration, labelled
 
 _OFF = 0.15
@@ -67,9 +68,23 @@ def _rows(data: RunData) -> Iterator[Line]:
     yield "done", len(rows), "rows", "completions on disk"
     yield "failed", len(data.failures), "rows", "will not succeed; kinds and the servers' words below"
     yield "missing", data.missing, "rows", "neither done nor failed yet"
-    yield "on S3", None, "shards", "not uploaded: no store; the run's folder is the only copy"
+    yield "on S3", *on_s3(data)
     yield "rows sent more than once", int((rows["attempt"] > 1).sum()), "rows", "done at a later attempt"
     yield "server outages", outages, "", "a server died or stopped answering, by events.jsonl"
+
+
+def on_s3(data: RunData) -> tuple[int | None, str, str]:
+    """Shards that were uploaded, their unit, and what is to be known of them."""
+    group, manifest = data.run["spec"].get("store") or {}, read_manifest(data.folder.completions)
+    if not group.get("bucket"):
+        return None, "shards", "not uploaded: no store; the run's folder is the only copy"
+    shards = manifest.shards if manifest else []
+    words = f"of {len(shards):,} sealed, in bucket {group['bucket']}"
+    if data.elsewhere:
+        words += f"; {data.elsewhere:,} rows are there alone, and in no other number here (dfexp store restore --rows)"
+    if any(one["event"] == "store_opened" and one.get("unconditional") for one in data.events):
+        words += "; the store ignores If-None-Match, so each put was preceded by a look"
+    return sum(entry.uploaded is not None for entry in shards), "shards", words
 
 
 def _time(data: RunData) -> Iterator[Line]:
@@ -135,7 +150,7 @@ def time_left(data: RunData) -> tuple[float, str, str]:
 def planned(data: RunData, root: Path) -> Planned | None:
     """What the capacity model says of a server of this run; None without a plan, or with one that cannot be."""
     with suppress(DfexpError):
-        return planned_for(params.validate(data.run["spec"], str(data.folder.run_json)), root, data.asked)
+        return planned_for(params.validate(data.run["spec"], str(data.folder.run_json)), root, data.run["prompts"])
     return None
 
 

@@ -11,7 +11,6 @@ from dfexp.capacity.workload import (
     early_figures,
     fit_completions,
     log_normal,
-    shared_prefix_share,
 )
 from tests.capacity.support import SIGMA, early_completions
 
@@ -78,17 +77,3 @@ def test_the_later_counters_of_the_second_setting_are_predicted() -> None:
 def test_contradicting_figures_are_refused() -> None:
     with pytest.raises(CapacityError, match="only 3000 tokens were generated"):
         fit_completions(completions=2, mean_completion=2000, generated=3000, limit=8000)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "share"),
-    [
-        ([], 0.0),
-        (["abc", "xyz"], 0.0),
-        (["abc", "abc"], 0.5),
-        (["system one", "system two"], 7 / 20),
-        (["aaaa", "aabb", "aabb"], (2 + 4) / 12),
-    ],
-)
-def test_shared_prefixes(prompts: list[str], share: float) -> None:
-    assert shared_prefix_share(prompts) == pytest.approx(share)

@@ -30,8 +30,13 @@ def begun(project: Project) -> tuple[RunSpec, Recorder]:
     recorder = Recorder(generate.run_folder(spec, project.root / "live").path)
     with tapped(recorder, recorder.names):
         folder = generate.prepare(spec, project.root / "live")
-    assert [step for step, *_ in recorder.log].count("replace") == 2
-    assert {path.name for path in folder.path.iterdir()} == {"prompts.jsonl", "run.json", ".start.lock"}
+    assert [step for step, *_ in recorder.log].count("replace") == 3  # prompts, their report, run.json
+    assert {path.name for path in folder.path.iterdir()} == {
+        "prompts.jsonl",
+        "prompts_report.json",
+        "run.json",
+        ".start.lock",
+    }
     return spec, recorder
 
 
@@ -57,7 +62,7 @@ def test_power_lost_while_prompts_are_frozen_leaves_what_the_next_start_complete
             assert folder.prompts.read_bytes() == (live / "prompts.jsonl").read_bytes()
             assert recorded(folder.path) == recorded(live)
             left = {path.name for path in folder.path.iterdir()} - {".start.lock"}
-            assert {name for name in left if "prompts" in name} == {"prompts.jsonl"}
+            assert {name for name in left if "prompts" in name} == {"prompts.jsonl", "prompts_report.json"}
             shutil.rmtree(after)
             states += 1
     assert states > 20

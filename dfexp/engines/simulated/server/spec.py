@@ -89,7 +89,7 @@ def read_spec(argv: Sequence[str], folder: Path) -> ServerSpec:
 
 @cache  # fitting lengths takes time, and all servers of a fleet are alike
 def _setting(plan: str) -> Setting:
-    return prepare(PlanGroup.model_validate_json(plan), []).setting
+    return prepare(PlanGroup.model_validate_json(plan)).setting
 
 
 def parse_argv(argv: Sequence[str]) -> Iterator[tuple[str, Any]]:
