@@ -56,6 +56,7 @@ class RunData:
     Attributes:
         run: run.json.
         asked, missing: rows that the run is to make; those neither done nor failed yet.
+        elsewhere: rows that are done and on S3 alone, since the run went on here from another machine.
         status: what the generating process said last; None if it never said anything.
         is_going: whether that process runs, so that more rows are in flight than anybody can see here.
         is_virtual: whether times are those of simulated servers.
@@ -73,6 +74,7 @@ class RunData:
     run: Mapping[str, Any]
     asked: int
     missing: int
+    elsewhere: int
     status: Mapping[str, Any] | None
     is_going: bool
     is_virtual: bool
@@ -173,8 +175,10 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
                 frame[column] = clock.of(frame[column].to_numpy())
         rows["latency_s"] = rows["finished_at"] - rows["submitted_at"]
         events, failed = ([{**line, "at": float(clock.of(line["at"]))} for line in lines] for lines in (events, failed))
+    elsewhere = sum(entry.rows for entry in shards.only_stored(folder.completions))
     data = RunData(
-        folder=folder, run=run, asked=asked, missing=asked - len(rows) - len(failed), rows=rows,
+        folder=folder, run=run, asked=asked, missing=asked - len(rows) - elsewhere - len(failed), elsewhere=elsewhere,
+        rows=rows,
         busy_s=max(1e-9, levels(rows, 1)[2][-1]) if len(rows) else nan,  # a simulated clock may stand still
 
         status=control.read_status(folder), is_going=control.living_process(folder) is not None, samples=samples,
