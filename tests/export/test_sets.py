@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -224,6 +225,14 @@ def test_a_file_that_appears_meanwhile_is_left_and_nothing_else_is(
     with pytest.raises(StorageError, match="File exists"):
         made_from(folder, to)
     assert [(path.name, path.read_text()) for path in to.parent.iterdir()] == [(name, "theirs")]
+
+
+def test_a_run_without_rows_makes_no_set(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [])
+    shutil.rmtree(folder.completions)
+    with pytest.raises(ExportError, match=r"no row of .* can go into a set: none is done"):
+        made_from(folder, tmp_path / "sets" / "set.jsonl")
+    assert not (tmp_path / "sets").exists()
 
 
 def test_rows_that_are_in_the_store_alone_are_missed(tmp_path: Path) -> None:
