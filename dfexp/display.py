@@ -9,10 +9,11 @@ from typing import Any
 
 from IPython.display import DisplayHandle
 
-from dfexp import control, livepage
+from dfexp import control, livepage, prompts
 from dfexp.errors import ControlError, RunError, RunStopped
 from dfexp.fleet import Fleet, ServerStatus
 from dfexp.fleet.record import flat
+from dfexp.jsonl import read_json
 from dfexp.layout import RunFolder
 from dfexp.preflight import Check
 from dfexp.records import SIMULATED, Answer, ServerLimits
@@ -78,6 +79,12 @@ def _conclude(folder: RunFolder, status: dict[str, Any] | None) -> dict[str, Any
     if status["state"] == "failed":
         raise RunError(f"run {folder.name!r} failed: {status['reason']} ({counts}). {resume}")
     return status
+
+
+def prompts_read(folder: RunFolder) -> str:
+    """What a run's prompts are and what was left out of them, once they are frozen."""
+    known = folder.prompts_report.exists()  # not of a run that an older version began, or that was restored
+    return prompts.render(read_json(folder.prompts_report)) if known else "of the prompts there is no report"
 
 
 def conclusion(status: Mapping[str, Any], fleet_name: str) -> str:

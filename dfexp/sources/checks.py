@@ -16,7 +16,7 @@ from dfexp.sources.mapping import Unusable, text_of
 _WORD = re.compile(
     r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+"
 )  # of scripts without spaces, a letter
-_SHINGLE, _HASHES = 3, 128
+_SHINGLE, _HASHES, _SEED = 3, 128, 1
 _LANGUAGE_CHARS = 2000  # tell the language
 LONG_CHARS = 100_000
 
@@ -82,13 +82,15 @@ class Repeats:
         self._near = None
         if part.near is not None:
             self._minhash = library("rensa", "dedup", "prompts.duplicates.near")
-            self._near = self._minhash.RMinHashDeduplicator(threshold=part.near, num_perm=_HASHES, use_lsh=True)
+            self._near = self._minhash.RMinHashDeduplicator(
+                threshold=part.near, num_perm=_HASHES, use_lsh=True, seed=_SEED
+            )
 
     def add_other(self, body: bytes, text: str, place: str) -> None:
         """Remember a prompt of another set, which must not come again."""
         self._others.add(_digest(body))
         if self._near is not None:
-            self._near.add(f"{place} of {len(self._others)}", self._sketch(text))
+            self._near.add(f"{place}#{len(self._others)}", self._sketch(text))
 
     def check(self, body: bytes, text: str, place: str) -> bool:
         """Remember a prompt; whether it is an equal one. Raises Unusable where that, or a similar one, is left out.
@@ -102,15 +104,15 @@ class Repeats:
             raise Unusable("repeated prompt", text[:80])
         if self._near is not None:
             sketch = self._sketch(text)
-            if not self._near.add(place, sketch):
+            if not self._near.add(f"{place}#{len(self._seen)}", sketch):  # a record may give several
                 alike = min(self._near.get_duplicates(sketch), default="an earlier one")
-                raise Unusable("similar prompt", f"like {alike}: {text[:80]}")
+                raise Unusable("similar prompt", f"like {alike.rpartition('#')[0]}: {text[:80]}")
         self._seen.add(digest)
         return again
 
     def _sketch(self, text: str) -> object:
         words = _WORD.findall(text.casefold())
-        sketch = self._minhash.RMinHash(_HASHES, 1)
+        sketch = self._minhash.RMinHash(_HASHES, _SEED)
         sketch.update([" ".join(words[n : n + _SHINGLE]) for n in range(max(1, len(words) - _SHINGLE + 1))])
         return sketch
 
