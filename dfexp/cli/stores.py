@@ -32,13 +32,9 @@ def upload(args: argparse.Namespace) -> int:
     if control.going_on(folder) is not None:
         raise RunError(f"run {folder.name!r} is running, and uploads by itself. To stop it: dfexp stop {folder.name}.")
     run = read_json(folder.run_json)
-    total, rows_per_shard = run["prompts"]["asked"], run["spec"]["generation"]["rows_per_shard"]
-    with (
-        Shards.open(
-            folder.completions, total=total, fingerprint=run.get("fingerprint", {}), rows_per_shard=rows_per_shard
-        ) as shards,
-        EventLog(folder.events) as events,
-    ):
+    about = {"total": run["prompts"]["asked"], "rows_per_shard": run["spec"]["generation"]["rows_per_shard"]}
+    opened = Shards.open(folder.completions, fingerprint=run.get("fingerprint", {}), **about)
+    with opened as shards, EventLog(folder.events) as events:
         shards.seal()
         uploads, said = store.Uploader(folder, group, shards, events.record), 0.0
         while not uploads.wait(1.0):
@@ -83,6 +79,6 @@ def restore(args: argparse.Namespace) -> int:
         raise ParamsError("say from where: --from s3://BUCKET/PREFIX/RUN, or --params FILE with a store group.")
     folder, group = _uploaded_run(name)
     if args.rows:
-        say(f"{store.fetch_rows(folder, group, say):,} shard(s) downloaded to {folder.completions}")
+        say(f"{store.fetch_rows(folder, group):,} shard(s) downloaded to {folder.completions}")
     say(f"The run goes on with: dfexp resume {name}")
     return EXIT_OK

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dfexp.errors import StoreError, StoreTaken
 from dfexp.jsonl import decode_line
-from dfexp.shards import Manifest
+from dfexp.shards import Manifest, ShardEntry
 from dfexp.store.bucket import PROBE, Bucket, Got
 
 RUN, PROMPTS, RECORD = "run.json", "prompts.jsonl.gz", "manifest.json"
@@ -71,6 +71,11 @@ class Contents:
     got: Got | None
 
     @property
+    def listed(self) -> dict[str, ShardEntry]:
+        """The shards of the record by name."""
+        return {entry.name: entry for entry in self.record.manifest.shards} if self.record else {}
+
+    @property
     def parts(self) -> list[str]:
         """The slices of failures.jsonl, in order."""
         return sorted((name for name in self.sizes if _PART.fullmatch(name)), key=lambda name: (len(name), name))
@@ -92,26 +97,18 @@ def read(bucket: Bucket) -> Contents:
     try:
         record = Record.model_validate_json(got.data) if got else None
     except ValidationError:
-        raise StoreError(
-            f"{bucket.url(RECORD)} is not of dfexp. Choose another store.prefix, or move it away."
-        ) from None
+        raise StoreError(f"{bucket.url(RECORD)} is not of dfexp. Choose another prefix, or move it away.") from None
     return Contents(sizes=sizes, run=run, record=record, got=got)
 
 
 def same_run(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two versions of run.json are of one run: begun at one time, with the same prompts."""
-    return _identity(one) == _identity(other) is not None
-
-
-def _identity(run: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    prompts = run.get("prompts")
-    return (run.get("run"), run.get("created_at"), prompts.get("sha256")) if isinstance(prompts, dict) else None
+    """Whether two versions of run.json are of one run: of one name, and begun at one instant."""
+    return [one.get(key) for key in ("run", "created_at")] == [other.get(key) for key in ("run", "created_at")]
 
 
 def foreign(contents: Contents, shards: Iterable[str]) -> list[str]:
     """Names there that are not of a run with these shards, in order."""
-    listed = {entry.name for entry in contents.record.manifest.shards} if contents.record else set[str]()
-    ours = {RUN, PROMPTS, RECORD, *contents.parts, *(COMPLETIONS + name for name in {*listed, *shards})}
+    ours = {RUN, PROMPTS, RECORD, *contents.parts, *(COMPLETIONS + name for name in {*contents.listed, *shards})}
     return sorted(name for name in contents.sizes if name not in ours and not name.startswith(PROBE))
 
 
@@ -140,8 +137,7 @@ def require_place(
             )
         return []
     known = set(shards)
-    listed = [entry.name for entry in contents.record.manifest.shards] if contents.record else []
-    if unknown := [name for name in listed if name not in known]:
+    if unknown := [name for name in contents.listed if name not in known]:
         raise StoreTaken(
             f"{bucket.url()} has shards that this folder lacks: {shown(unknown)}. Another machine has gone on with the "
             "run. Go on there, or here in another folder after dfexp store restore."
@@ -149,14 +145,12 @@ def require_place(
     return foreign(contents, known)
 
 
-def require_owner(bucket: Bucket, contents: Contents, me: Owner) -> None:
-    """Raise StoreTaken, naming it, if another process writes here and has shown so of late."""
+def writer(contents: Contents, me: Owner | None = None) -> str | None:
+    """Who writes there, other than `me`, and has shown so of late, in words; None if nobody does."""
     if contents.record is None or contents.got is None:
-        return
+        return None
     owner, age_s = contents.record.owner, contents.got.age_s
-    is_me = (owner.token, owner.host, owner.folder) == (me.token, me.host, me.folder)
-    if not is_me and not owner.is_released and age_s < STALE_S:
-        raise StoreTaken(
-            f"{bucket.url()} is written by process {owner.pid} on {owner.host} ({owner.folder}), which last did so "
-            f"{age_s:.0f} s ago. Stop that run; if it is gone, this can start in {STALE_S - age_s:.0f} s."
-        )
+    is_me = me is not None and (owner.token, owner.host, owner.folder) == (me.token, me.host, me.folder)
+    if is_me or owner.is_released or age_s >= STALE_S:
+        return None
+    return f"process {owner.pid} on {owner.host} ({owner.folder}), which last did so {age_s:.0f} s ago"

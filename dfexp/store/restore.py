@@ -6,24 +6,23 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dfexp import params
 from dfexp.errors import CorruptShardError, StoreError
-from dfexp.jsonl import disk, fsync_dir, write_json
+from dfexp.jsonl import disk, fsync_dir, write_atomic, write_json
 from dfexp.layout import RunFolder
 from dfexp.params import StoreGroup
-from dfexp.shards import Manifest, ShardEntry, read_manifest
+from dfexp.shards import ShardEntry, only_stored
 from dfexp.shards.files import FAILURES, ManifestWriter, lock
 from dfexp.shards.reader import read_entry
 from dfexp.store import contents
 from dfexp.store.bucket import Bucket
-from dfexp.store.contents import COMPLETIONS, STALE_S, Contents
+from dfexp.store.contents import COMPLETIONS, Contents
 from dfexp.store.verify import prompts_into
 
 _SHARD = re.compile(r"completions/completions_\d{6,}\.jsonl")
@@ -49,10 +48,9 @@ def restore(name: str, group: StoreGroup, root: Path) -> Restored:
     """
     bucket = Bucket(group, name, limit_s=60.0)
     found = contents.read(bucket)
-    if found.run is None:
-        raise StoreError(f"{bucket.url()} holds no run: there is no run.json. Correct bucket, prefix or name.")
-    run = dict(found.record.run if found.record else found.run)
-    given = group.model_dump(exclude_unset=True)
+    if found.run is None or found.record is None:
+        raise StoreError(f"{bucket.url()} holds no run: no run.json or manifest.json. Correct bucket, prefix or name.")
+    run, given = dict(found.record.run), group.model_dump(exclude_unset=True)
     run["spec"] = {**run["spec"], "store": {**run["spec"].get("store", {}), **given}}
     spec = params.validate(run["spec"], bucket.url(contents.RUN))
     folder = RunFolder(root / spec.outputs / name)
@@ -64,71 +62,48 @@ def restore(name: str, group: StoreGroup, root: Path) -> Restored:
         made.completions.mkdir(parents=True)
         with made.prompts.open("wb") as file:
             prompts_into(bucket, file, run["prompts"]["sha256"])
-        _failures(bucket, found, made)
-        manifest, unread = _manifest(bucket, found, made, run)
+            file.flush()
+            os.fsync(file.fileno())
+        write_atomic(made.completions / FAILURES, b"".join(_parts(bucket, found)))
+        shards, unread = _shards(bucket, found, made, found.record.manifest.total)
+        manifest = found.record.manifest.model_copy(update={"shards": shards})
         ManifestWriter(made.completions).write(manifest)
         write_json(made.run_json, run)
         made.path.rename(folder.path)
         fsync_dir(folder.path.parent)
-    rows = sum(entry.rows for entry in manifest.shards)
     return Restored(
-        folder=folder,
-        shards=len(manifest.shards),
-        rows=rows,
-        asked=manifest.total,
-        writer=_writer(found),
-        unread=unread,
-    )
+        folder=folder, shards=len(shards), rows=sum(entry.rows for entry in shards), asked=manifest.total,
+        writer=contents.writer(found), unread=unread,
+    )  # fmt: skip
 
 
-def _writer(found: Contents) -> str | None:
-    if found.record is None or found.got is None or found.record.owner.is_released or found.got.age_s >= STALE_S:
-        return None
-    owner = found.record.owner
-    return f"process {owner.pid} on {owner.host} ({owner.folder}), {found.got.age_s:.0f} s ago"
+def _parts(bucket: Bucket, found: Contents) -> Iterator[bytes]:
+    """The slices of failures.jsonl. Raises StoreError if one is missing."""
+    for number, name in enumerate(found.parts):
+        got = bucket.get(name) if name == contents.part_name(number) else None
+        if got is None:
+            raise StoreError(f"{bucket.url(contents.part_name(number))} is missing. Restore it in the bucket.")
+        yield got.data
 
 
-def _failures(bucket: Bucket, found: Contents, made: RunFolder) -> None:
-    if found.parts != [contents.part_name(number) for number in range(len(found.parts))]:
-        raise StoreError(
-            f"{bucket.url(contents.FAILURES)} lacks a part: {contents.shown(found.parts)}. Restore it there."
-        )
-    got = [bucket.get(name) for name in found.parts]
-    (made.completions / FAILURES).write_bytes(b"".join(one.data for one in got if one))
-
-
-def _manifest(bucket: Bucket, found: Contents, made: RunFolder, run: dict[str, Any]) -> tuple[Manifest, list[str]]:
-    """The manifest of all shards there. The few that the record does not list yet are read."""
-    listed = {entry.name: entry for entry in found.record.manifest.shards} if found.record else {}
+def _shards(bucket: Bucket, found: Contents, made: RunFolder, total: int) -> tuple[list[ShardEntry], list[str]]:
+    """All shards there by number, and the names of those that are not ours. The few that are not listed are read."""
+    listed, unread = found.listed, list[str]()
     if gone := [name for name, entry in listed.items() if found.sizes.get(COMPLETIONS + name) != entry.bytes]:
         raise StoreError(f"{bucket.url()} lacks shards, or has others of their names: {contents.shown(gone)}.")
-    done, unread = {index for entry in listed.values() for index in entry.indices}, []
-    for key in sorted(name for name in found.sizes if _SHARD.fullmatch(name)):
-        if (name := key.removeprefix(COMPLETIONS)) not in listed:
-            entry = _read(bucket, made.completions / name, run["prompts"]["asked"])
-            if entry is None or done.intersection(entry.indices):
-                unread.append(name)
-                (made.completions / name).unlink()
-            else:
-                listed[name] = entry
-                done.update(entry.indices)
-    base = found.record.manifest if found.record else None
-    shards = sorted(listed.values(), key=lambda entry: entry.number)
-    rows_per_shard = run["spec"]["generation"]["rows_per_shard"]
-    if base is None:
-        base = Manifest(
-            fingerprint=run.get("fingerprint", {}), total=run["prompts"]["asked"], rows_per_shard=rows_per_shard
-        )
-    return base.model_copy(update={"shards": shards}), unread
-
-
-def _read(bucket: Bucket, path: Path, total: int) -> ShardEntry | None:
-    """A shard that is downloaded to be read; None if it is not of this run."""
-    _download(bucket, path, None)
-    with suppress(CorruptShardError):
-        entry = read_entry(path, total=total)
-        return entry.model_copy(update={"uploaded": {"to": bucket.url(COMPLETIONS + path.name)}})
-    return None
+    done = {index for entry in listed.values() for index in entry.indices}
+    for key in sorted(filter(_SHARD.fullmatch, found.sizes)):
+        if (path := made.completions / key.removeprefix(COMPLETIONS)).name not in listed:
+            _download(bucket, path, None)
+            with suppress(CorruptShardError):
+                entry = read_entry(path, total=total)
+                if not done.intersection(entry.indices):
+                    listed[path.name] = entry.model_copy(update={"uploaded": {"to": bucket.url(key)}})
+                    done.update(entry.indices)
+                    continue
+            path.unlink()
+            unread.append(path.name)
+    return sorted(listed.values(), key=lambda entry: entry.number), unread
 
 
 def _download(bucket: Bucket, path: Path, entry: ShardEntry | None) -> None:
@@ -150,20 +125,16 @@ def _download(bucket: Bucket, path: Path, entry: ShardEntry | None) -> None:
     temporary.unlink()
 
 
-def fetch_rows(folder: RunFolder, group: StoreGroup, say: Callable[[str], None]) -> int:
+def fetch_rows(folder: RunFolder, group: StoreGroup) -> int:
     """Download the shards that are in the store alone, each checked. Returns how many. Safe to call again.
 
     Raises StoreError if one is missing or differs, LockedError while a run writes here.
     """
     bucket, held = Bucket(group, folder.name, limit_s=60.0), lock(folder.completions)
     try:
-        manifest = read_manifest(folder.completions)
-        missing = [one for one in manifest.shards if not (folder.completions / one.name).exists()] if manifest else []
+        missing = only_stored(folder.completions)
         with ThreadPoolExecutor(group.concurrency) as pool, disk(f"write to {folder.completions}"):
-            jobs = pool.map(lambda entry: _download(bucket, folder.completions / entry.name, entry), missing)
-            for count, _ in enumerate(jobs, 1):
-                if count % 100 == 0:
-                    say(f"  {count:,} of {len(missing):,} shards")
+            list(pool.map(lambda entry: _download(bucket, folder.completions / entry.name, entry), missing))
         fsync_dir(folder.completions)
         return len(missing)
     finally:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from dfexp.errors import DfexpError, StoreError, StoreUnavailable
+from dfexp.errors import DfexpError, StoreError, StoreTaken, StoreUnavailable
 from dfexp.jsonl import read_json, write_atomic
 from dfexp.layout import RunFolder
 from dfexp.params import StoreGroup
@@ -33,12 +33,8 @@ def me(folder: RunFolder) -> Owner:
     path = folder.path / _TOKEN
     if folder.path.exists() and not path.exists():
         write_atomic(path, secrets.token_hex(16).encode())
-    return Owner(
-        token=path.read_text() if path.exists() else "",
-        host=socket.gethostname(),
-        folder=str(folder.path.resolve()),
-        pid=os.getpid(),
-    )
+    token, here = path.read_text() if path.exists() else "", str(folder.path.resolve())
+    return Owner(token=token, host=socket.gethostname(), folder=here, pid=os.getpid())
 
 
 def look(bucket: Bucket, folder: RunFolder, owner: Owner) -> tuple[Contents, list[str]]:
@@ -56,7 +52,11 @@ def look(bucket: Bucket, folder: RunFolder, owner: Owner) -> tuple[Contents, lis
     manifest, found = read_manifest(folder.completions), contents.read(bucket)
     run = read_json(folder.run_json) if folder.run_json.exists() else None
     others = contents.require_place(bucket, found, run, [entry.name for entry in manifest.shards] if manifest else [])
-    contents.require_owner(bucket, found, owner)
+    if who := contents.writer(found, owner):
+        raise StoreTaken(
+            f"{bucket.url()} is written by {who}. Stop that run; if it is gone, start again {contents.STALE_S / 60:g} "
+            "minutes after it."
+        )
     return found, others
 
 
@@ -67,8 +67,8 @@ def check(folder: RunFolder, group: StoreGroup) -> str:
     """
     bucket = Bucket(group, folder.name)
     found, others = look(bucket, folder, me(folder))
-    there = len(found.record.manifest.shards) if found.record else 0
-    words = f"{bucket.url()}: {f'{there:,} shards of this run' if found.run else 'empty'}, can be written"
+    there = f"{len(found.listed):,} shards of this run" if found.run else "empty"
+    words = f"{bucket.url()}: {there}, can be written"
     words += "" if bucket.is_conditional else "; If-None-Match is ignored, so dfexp looks before each put"
     return words + f"; left alone there: {contents.shown(others)}" * bool(others)
 
@@ -155,9 +155,9 @@ class Uploader:
         if found.run is None:
             text = self._folder.run_json.read_bytes()
             bucket.put_once(RUN, text, hashlib.sha256(text).hexdigest())
-        listed = {entry.name: entry for entry in found.record.manifest.shards} if found.record else {}
+        listed = found.listed
         with self._changed:
-            for name, entry in [*self._waiting.items()]:
+            for name, entry in self._waiting.items():
                 there = listed.get(name)
                 if there and there.sha256 == entry.sha256 and found.sizes.get(COMPLETIONS + name) == entry.bytes:
                     self._stored[name] = entry.model_copy(update={"uploaded": there.uploaded})
@@ -211,9 +211,7 @@ class Uploader:
             try:
                 data = (self._folder.completions / entry.name).read_bytes()
                 if hashlib.sha256(data).hexdigest() != entry.sha256:
-                    raise StoreError(
-                        f"{entry.name} was changed after it was sealed, so it is not uploaded. Restore it."
-                    )
+                    raise StoreError(f"{entry.name} was changed after it was sealed. Restore it from a copy.")
                 put = self._bucket.put_once(COMPLETIONS + entry.name, data, entry.sha256)
                 note = {"to": self._bucket.url(COMPLETIONS + entry.name), "etag": put.etag, "at": time.time()}
                 entry = entry.model_copy(update={"uploaded": note})

@@ -16,7 +16,7 @@ from dfexp.errors import StoreError, StoreUnavailable
 from dfexp.jsonl import read_json
 from dfexp.layout import RunFolder
 from dfexp.params import StoreGroup
-from dfexp.shards import Manifest, ShardEntry, read_manifest
+from dfexp.shards import ShardEntry, read_manifest
 from dfexp.store import contents
 from dfexp.store.bucket import Bucket
 from dfexp.store.contents import COMPLETIONS, PROMPTS, Contents
@@ -66,7 +66,9 @@ def verify(folder: RunFolder, group: StoreGroup) -> Verdict:
     good = [entry for entry, fault in zip(shards, faults, strict=True) if not fault]
     problems = [fault for fault in faults if fault]
     problems += [f"{bucket.url(name)}: foreign" for name in contents.foreign(found, [entry.name for entry in shards])]
-    problems += [*_unknown(bucket, found, manifest), *_prompts(bucket, run), *_failures(bucket, found, folder)]
+    gone = found.listed.keys() - {entry.name for entry in shards}
+    problems += [f"{bucket.url(COMPLETIONS + name)}: not in this folder: another machine has gone on" for name in gone]
+    problems += [*_prompts(bucket, run), *_failures(bucket, found, folder)]
     return Verdict(url=bucket.url(), shards=len(good), bytes=sum(entry.bytes for entry in good), problems=problems)
 
 
@@ -79,16 +81,6 @@ def _difference(bucket: Bucket, found: Contents, entry: ShardEntry) -> str:
         return f"{bucket.url(name)}: {found.sizes[name]:,} bytes, the manifest has {entry.bytes:,}"
     there = bucket.sha256_of(name)
     return "" if there == entry.sha256 else f"{bucket.url(name)}: SHA-256 {there}, the manifest has {entry.sha256}"
-
-
-def _unknown(bucket: Bucket, found: Contents, manifest: Manifest | None) -> Iterator[str]:
-    here = {entry.name: entry.bytes for entry in manifest.shards} if manifest else {}
-    there = {entry.name for entry in found.record.manifest.shards} if found.record else set()
-    for name in sorted(there - here.keys()):
-        yield f"{bucket.url(COMPLETIONS + name)}: of this run, but not in this folder: another machine has gone on"
-    for name in sorted(here.keys() - there):
-        if found.sizes.get(COMPLETIONS + name) == here[name]:
-            yield f"{bucket.url(contents.RECORD)} lacks {name}, which is there: dfexp store upload mends it"
 
 
 def _prompts(bucket: Bucket, run: Any) -> Iterator[str]:

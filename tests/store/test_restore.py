@@ -53,9 +53,9 @@ def test_rows_are_fetched_once_and_checked(place: Place, run: Run, tmp_path: Pat
     uploaded(run, place)
     folder = restore("r", place.group(), tmp_path / "two").folder
     with open_shards(folder), pytest.raises(LockedError):
-        fetch_rows(folder, place.group(), print)
-    assert fetch_rows(folder, place.group(), print) == 4
-    assert fetch_rows(folder, place.group(), print) == 0
+        fetch_rows(folder, place.group())
+    assert fetch_rows(folder, place.group()) == 4
+    assert fetch_rows(folder, place.group()) == 0
     assert list(read_rows(folder.completions)) == list(read_rows(run.folder.completions))
     with open_shards(folder) as shards:
         assert shards.done == 8
@@ -67,7 +67,7 @@ def test_a_shard_with_other_content_is_not_fetched(place: Place, run: Run, tmp_p
     place.put(names(2)[1], data.replace(b"answer", b"ANSWER"))
     folder = restore("r", place.group(), tmp_path / "two").folder
     with pytest.raises(StoreError, match=r"completions_000001\.jsonl has SHA-256"):
-        fetch_rows(folder, place.group(), print)
+        fetch_rows(folder, place.group())
     assert not (folder.completions / "completions_000001.jsonl").exists()
     assert [problem for problem in verify(folder, place.group()).problems if "SHA-256" in problem]
 
@@ -82,13 +82,6 @@ def test_shards_that_the_record_does_not_list_yet_count(place: Place, run: Run, 
     assert (made.rows, made.unread) == (8, ["completions_000008.jsonl"])
     with open_shards(made.folder) as shards:
         assert list(shards.pending()) == [8]
-
-
-def test_without_its_record_a_run_is_restored_from_its_shards(place: Place, run: Run, tmp_path: Path) -> None:
-    uploaded(run, place)
-    place.s3.delete_object(Bucket=place.name, Key=f"{BASE}manifest.json")
-    with open_shards(restore("r", place.group(), tmp_path / "two").folder) as shards:
-        assert shards.done == 8
 
 
 def test_what_is_damaged_is_told_and_no_folder_made(place: Place, run: Run, tmp_path: Path) -> None:
