@@ -228,8 +228,8 @@ def test_absolute_paths_need_no_root(tmp_path: Path) -> None:
     ("path", "message"),
     [
         ("p.josnl", r"'p\.josnl': there is no file .*p\.josnl\. Check the path"),
-        ("folder", r"'folder' must name files that end in \.jsonl, \.jsonl\.gz, \.parquet"),
-        ("p.json", r"'p\.json' must name files that end in \.jsonl, \.jsonl\.gz, \.parquet"),
+        ("folder", r"'folder': files must end in \.jsonl, \.jsonl\.gz, \.parquet"),
+        ("p.json", r"'p\.json': files must end in \.jsonl, \.jsonl\.gz, \.parquet"),
         ("cut.jsonl.gz", r"cannot read cut\.jsonl\.gz after row \d+: Compressed file ended"),
         ("bad.parquet", r"cannot read bad\.parquet after row 0: .*Parquet"),
         ("empty.jsonl", r"no usable prompt in empty\.jsonl \(no rows\)\. Name its field with prompts\.column"),

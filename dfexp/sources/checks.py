@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dfexp.errors import PromptsError
 from dfexp.params_prompts import DuplicatesPart, FiltersPart
-from dfexp.records import Message
 from dfexp.sources.files import library
-from dfexp.sources.mapping import Unusable, text_of
+from dfexp.sources.mapping import Unusable
 
 _WORD = re.compile(
     r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+"
@@ -119,8 +118,3 @@ class Repeats:
 
 def _digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=16).digest()
-
-
-def said_by(messages: Iterable[Message], *, systems: bool) -> str:
-    """The text of messages, one below the other; with or without those of the system."""
-    return "\n".join(text_of(one) for one in messages if systems or one["role"] not in ("system", "developer"))

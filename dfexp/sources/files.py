@@ -32,13 +32,13 @@ def library(name: str, extra: str, use: str) -> Any:
         raise PromptsError(f"{use} needs the package {name}, which cannot be imported ({error}). {fix}") from None
 
 
-def existing_file(given: str, root: Path, key: str = "path") -> Path:
-    """The file that prompts.`key` names, relative to `root`. Raises PromptsError: missing, a folder, unknown suffix."""
+def existing_file(given: str, root: Path) -> Path:
+    """The file that `given` names, relative to `root`. Raises PromptsError: missing, a folder, unknown suffix."""
     path = root / Path(given).expanduser()
     if not path.exists():
-        raise PromptsError(f"prompts.{key} = {given!r}: there is no file {path}. Check the path.")
+        raise PromptsError(f"prompts: {given!r}: there is no file {path}. Check the path.")
     if path.is_dir() or not path.name.lower().endswith(SUFFIXES):
-        raise PromptsError(f"prompts.{key} = {given!r} must name files that end in {', '.join(SUFFIXES)}.")
+        raise PromptsError(f"prompts: {given!r}: files must end in {', '.join(SUFFIXES)}.")
     return path
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dfexp.params_prompts import PromptsGroup, PromptsPart
@@ -124,3 +124,8 @@ def text_of(message: Message) -> str:
     """What a message says, without what its tools were called with."""
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+
+
+def said_by(messages: Iterable[Message], *, systems: bool) -> str:
+    """The text of messages, one below the other; with or without those of the system."""
+    return "\n".join(text_of(one) for one in messages if systems or one["role"] not in ("system", "developer"))

@@ -18,9 +18,9 @@ from dfexp.errors import PromptsError
 from dfexp.jsonl import encode_line, repair_text
 from dfexp.params_prompts import PromptsGroup, PromptsPart
 from dfexp.records import Message, Prompt
-from dfexp.sources.checks import LONG_CHARS, Repeats, filters, said_by
+from dfexp.sources.checks import LONG_CHARS, Repeats, filters
 from dfexp.sources.files import UNREADABLE, existing_file, hub_rows, rows_of
-from dfexp.sources.mapping import Meaning, NoPrompt, Unusable, record_of, text_of
+from dfexp.sources.mapping import Meaning, NoPrompt, Unusable, record_of, said_by, text_of
 from dfexp.sources.mixture import mixed, taken_of, wanted_of
 from dfexp.sources.report import Measures, Notes
 
@@ -69,16 +69,12 @@ class Reading:
         most = sys.maxsize if wanted is None or is_random else wanted
         return Part(given=part, meaning=Meaning(part, self._group), files=files, most=most, is_random=is_random)
 
-    def _other(self, given: str) -> tuple[str, Path, Meaning]:
+    def _other(self, given: str) -> Reading:
         """A set whose prompts must not come again: a file, or a run's folder or name."""
-        turns, path = self._group.turns, None
-        for folder in (self._root / Path(given).expanduser(), self._root / "outputs" / given):
-            if (folder / "prompts.jsonl").is_file():
-                turns, path = None, folder / "prompts.jsonl"
-                break
-        path = path or existing_file(given, self._root, "duplicates.not_in")
-        group = PromptsGroup(path=given, system=self._group.system, turns=turns)
-        return given, path, Meaning(group, group)
+        places = (self._root / Path(given).expanduser(), self._root / "outputs" / given)
+        run = next((str(path) for place in places if (path := place / "prompts.jsonl").is_file()), None)
+        turns = None if run else self._group.turns
+        return Reading(PromptsGroup(path=run or given, system=self._group.system, turns=turns), self._root)
 
     def __iter__(self) -> Iterator[Prompt]:
         """Read all sources, once. Raises what `lines` raises."""
@@ -217,17 +213,11 @@ class Reading:
         return encode_line({"": name})[4:-2], body
 
     def _read_others(self) -> None:
-        for given, path, meaning in self._others:
-            try:
-                for line, row in rows_of(path, meaning.fields, meaning.columns):
-                    try:
-                        for _, messages in meaning.prompts_of(record_of(row)):
-                            body = encode_line({"messages": messages})[1:]
-                            self._repeats.add_other(body, said_by(messages, systems=False), f"{given}:{line}")
-                    except Unusable:  # no prompt there, so none to repeat
-                        continue
-            except UNREADABLE as error:
-                raise PromptsError(f"cannot read {given}: {error}. Repair or replace the file.") from error
+        for other in self._others:
+            for line in other.lines():
+                body = line[line.index(b'"messages":[') :]
+                text = said_by(json.loads(b"{" + body)["messages"], systems=False)
+                self._repeats.add_other(body, text, f"{_label(other._group)}:{other.asked + 1}")
 
 
 def _label(part: PromptsPart) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from dfexp.records import Message
-from dfexp.sources.mapping import text_of
+from dfexp.sources.mapping import said_by, text_of
 
 EXAMPLES = 100
 """Examples of each reason that are kept; counts are complete."""
@@ -39,13 +39,14 @@ class Measures:
     """Lengths of prompts, and how much of them an earlier one begins with; about 200 bytes of memory a prompt."""
 
     def __init__(self) -> None:
-        self._chars = array("I")
+        self._chars, self._total = array("I"), 0
         self._openings = [array("q") for _ in _ENDS[1:]]
 
-    def add(self, messages: Iterable[Message]) -> None:
+    def add(self, messages: Sequence[Message]) -> None:
         """Measure one prompt."""
         text = "\n".join(f"{message['role']}\n{text_of(message)}" for message in messages)
-        self._chars.append(len(text))
+        self._chars.append(len(said_by(messages, systems=True)))
+        self._total += len(text)
         for end, found in zip(_ENDS[1:], self._openings, strict=True):
             if end > len(text):
                 break
@@ -57,10 +58,10 @@ class Measures:
         Characters stand for tokens. What two prompts share counts up to the last of marks that lie 4 characters, or an
         eighth of the way so far, apart: so the share is a lower bound. Less than 16 characters never count.
         """
-        total, shared = sum(self._chars), 0
+        shared = 0
         for (start, end), found in zip(pairwise(_ENDS), self._openings, strict=True):
             shared += (end - start) * (len(found) - len(np.unique(np.frombuffer(found, np.int64)))) if found else 0
-        return shared / total if total else 0.0
+        return shared / self._total if self._total else 0.0
 
     def lengths(self) -> dict[str, int]:
         """Characters of the prompts: least, median, percentiles, most, and their sum."""

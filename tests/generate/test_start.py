@@ -66,3 +66,16 @@ def test_power_lost_while_prompts_are_frozen_leaves_what_the_next_start_complete
             shutil.rmtree(after)
             states += 1
     assert states > 20
+
+
+def test_a_run_that_an_older_version_began_goes_on(project: Project) -> None:
+    """Its run.json lacks the keys of the group prompts that came later."""
+    spec = project.spec(["http://127.0.0.1:1"], PROMPTS)
+    folder = generate.prepare(spec, project.root)
+    recorded = json.loads(folder.run_json.read_text())
+    recorded["spec"]["prompts"] = {
+        key: value for key, value in recorded["spec"]["prompts"].items() if key in ("path", "column", "limit")
+    }
+    del recorded["prompts"]["shared_prefix_share"]
+    folder.run_json.write_text(json.dumps(recorded))
+    assert generate.prepare(spec, project.root).path == folder.path

@@ -12,7 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from dfexp.errors import PromptsError
+from dfexp.layout import RunFolder
 from dfexp.params_prompts import PromptsGroup
+from dfexp.prompts import freeze
 from tests.sources.support import DATA, read, report, said, write
 
 PUBLIC = {
@@ -135,3 +137,10 @@ def test_what_is_left_out_on_purpose_is_no_bad_record(tmp_path: Path) -> None:
 def test_parameters_that_contradict_each_other(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         PromptsGroup.model_validate(keys)
+
+
+def test_prompts_of_earlier_versions_keep_their_bytes(tmp_path: Path) -> None:
+    """The SHA-256 is part of a run's fingerprint: a run that an older version began must go on."""
+    names = ["sharegpt.jsonl", "alpaca.jsonl", "damaged.jsonl", "bom_crlf.jsonl"]
+    frozen = freeze(PromptsGroup(path=names, system="S"), DATA, RunFolder(tmp_path / "r"))
+    assert frozen.sha256 == "d7b0a96afab5ec8b60c96597f5fe630abe1549f8d12ab0a05685e24d9e0c7937"
