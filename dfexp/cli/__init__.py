@@ -109,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         (commands, "resume", "runs.resume", "go on with a run that was begun, with its frozen prompts",
          (_ONE_RUN, _SETTING, ("--retry-failed", _KINDS))),
         (commands, "check", "ahead.check", "parameters and prompts, starting nothing", (_PARAMS_FILE, _SETTING)),
+        (commands, "prompts", "ahead.prompts_dry", "read the prompts and say what is left out, and why",
+         (_PARAMS_FILE, _SETTING, _AS_JSON)),
         (commands, "preflight", "ahead.preflight_run", "what servers need, what this machine lacks, what would start",
          (_PARAMS_FILE, _SETTING)),
         (commands, "plan", "ahead.plan", "which SGLang flags finish the run soonest, and what it will cost",
