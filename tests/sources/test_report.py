@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from os.path import commonprefix
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dfexp.sources.report import EXAMPLES, Measures, Notes
+from dfexp import display
+from dfexp.cli import main
+from dfexp.layout import RunFolder
+from dfexp.params_prompts import DuplicatesPart, PromptsGroup
+from dfexp.prompts import freeze
+from dfexp.sources.report import EXAMPLES, Measures, Notes, render
+from tests.sources.support import write
 
 
 def share(*texts: str) -> float:
@@ -56,3 +64,26 @@ def test_examples_are_bounded_for_each_reason_and_counts_are_not() -> None:
     assert notes.by_reason == {"common": 3 * EXAMPLES, "rare": 1}
     assert len(notes.examples) == EXAMPLES + 1
     assert len(notes.examples[0]["detail"]) == 200
+
+
+def test_a_dry_run_says_what_a_run_would_leave_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "params").mkdir()
+    write(tmp_path / "p.jsonl", "a", "", "b", "a")
+    params = "run: r\nfleet: {engine: llamacpp}\nprompts: {path: p.jsonl, duplicates: {exact: true}}\n"
+    (tmp_path / "params" / "r.yaml").write_text(params)
+    monkeypatch.chdir(tmp_path)
+    assert main(["prompts", "params/r.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2 prompts\n")
+    assert "left out: 2\n            1 empty prompt\n              p.jsonl:2: 'prompt is blank'" in said
+    assert main(["prompts", "params/r.yaml", "--json", "--set", "prompts.limit=1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    folder = RunFolder(tmp_path / "outputs" / "r")
+    freeze(PromptsGroup(path="p.jsonl", limit=1, duplicates=DuplicatesPart(exact=True)), tmp_path, folder)
+    assert found == json.loads(folder.prompts_report.read_text())
+    assert display.prompts_read(folder) == render(found)
+    assert display.prompts_read(RunFolder(tmp_path)) == "of the prompts there is no report"
+    assert main(["prompts", "params/r.yaml", "--set", "prompts.path=none.jsonl"]) == 1
+    assert "there is no file" in capsys.readouterr().err
