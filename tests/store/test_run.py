@@ -63,6 +63,19 @@ async def test_a_run_is_on_s3_when_it_has_ended_and_goes_on_elsewhere(
         assert SECRET.encode() not in file.read_bytes(), file
 
 
+async def test_a_run_that_is_killed_while_it_uploads_goes_on_at_once(project: Project, place: Place) -> None:
+    async with ScriptedServer(lambda b, n: chat(), delay_s=0.05) as server:
+        spec = spec_of(project, server, place)
+        folder = await project.start(spec)
+        await project.until(folder, lambda status: status.get("done", 0) >= 8)
+        project.kill(folder)
+        status = await project.run(spec)
+    assert (status["state"], status["done"]) == ("ended", 30)
+    assert project.counts(folder) == Counter(range(30))
+    assert verify(folder, spec.store).problems == []
+    assert not_uploaded(folder.completions) == []
+
+
 async def test_a_run_ends_without_a_store_that_stays_away_and_says_what_is_missing(
     project: Project, place: Place
 ) -> None:

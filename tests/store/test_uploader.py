@@ -95,6 +95,7 @@ def test_a_killed_process_leaves_nothing_that_its_next_start_does_not_mend(place
         for index in range(0, 6, 2):
             shards.commit([row(index), row(index + 1)], [failure(6)] if index == 0 else [])
         until(lambda: not uploads.left)
+    uploads.finish(0.0)  # it reaches nothing any more, as if it were gone
     assert names(3) == [key for key in place.all_keys() if "completions_" in key]
     told = Events()
     assert upload(run, place, range(0), told) == []
