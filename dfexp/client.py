@@ -36,7 +36,7 @@ from dfexp.errors import (
     of_status,
 )
 from dfexp.jsonl import repair_text
-from dfexp.records import Answer, Message
+from dfexp.records import Answer, Message, Prompt
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -223,6 +223,19 @@ class _SizesNamed(RequestError):
     def __init__(self, message: str, *, status: int, room: int) -> None:
         super().__init__(message, status=status)
         self.room = room
+
+
+async def answers(client: ServerClient, prompts: Sequence[Prompt], at_once: int, **asked: Any) -> dict[int, Answer]:
+    """Answers by their prompts' indices; `asked` is for `ServerClient.complete`. Failed requests have none."""
+    room, said = asyncio.Semaphore(at_once), dict[int, Answer]()
+
+    async def one(prompt: Prompt) -> None:
+        async with room:
+            with contextlib.suppress(RequestError):
+                said[prompt.index] = await client.complete(prompt.messages, **asked)
+
+    await asyncio.gather(*map(one, prompts))
+    return said
 
 
 def _read(reply: object, max_tokens: int | None, submitted_at: float, latency_s: float) -> Answer:

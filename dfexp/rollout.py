@@ -28,6 +28,7 @@ class Terms:
         group: the settings that all servers shall have.
         canary_s: seconds of each measured window; 0: no canary, so nothing is compared.
         least_speed: least rate of the canary, as a share of what is expected of it.
+        answers: prompts of the run whose answers before and after the change are compared; 0: none.
         drain_s: time for requests in flight, after which they are sent again; None: all the time that they may take.
 
     """
@@ -36,6 +37,7 @@ class Terms:
     group: AnyFleet
     canary_s: float
     least_speed: float
+    answers: int = 0
     drain_s: float | None = None
 
 

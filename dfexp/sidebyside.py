@@ -9,15 +9,15 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dfexp import prompts
-from dfexp.client import ServerClient
+from dfexp.client import ServerClient, answers
 from dfexp.equivalence import Said, Verdict, compare, first_difference
-from dfexp.errors import ParamsError, RequestError
+from dfexp.errors import ParamsError
 from dfexp.fleet import up
 from dfexp.fleet.record import flat
 from dfexp.generate.identity import request_fields
@@ -38,19 +38,6 @@ class Terms:
     max_tokens: int = 512
     temperature: float = 0.0
     seed: int = 0
-
-
-async def ask(client: ServerClient, drawn: Sequence[Prompt], at_once: int, **asked: Any) -> dict[int, Answer]:
-    """Answers by their prompts' indices; `asked` is for `ServerClient.complete`. Failed requests have none."""
-    room, said = asyncio.Semaphore(at_once), {}
-
-    async def one(prompt: Prompt) -> None:
-        async with room:
-            with suppress(RequestError):
-                said[prompt.index] = await client.complete(prompt.messages, **asked)
-
-    await asyncio.gather(*map(one, drawn))
-    return said
 
 
 def both_ways(
@@ -163,7 +150,7 @@ def _served(
 
         async def all_of_them() -> dict[int, Answer]:
             async with aclosing(ServerClient(url=server.url, key=the_fleet.key, model=model, connections=at_once)) as c:
-                return await ask(c, drawn, at_once, timeout_s=_TIMEOUT_S, **asked)
+                return await answers(c, drawn, at_once, timeout_s=_TIMEOUT_S, **asked)
 
         for number in range(times):
             began = time.monotonic()

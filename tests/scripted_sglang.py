@@ -1,7 +1,7 @@
 """A program that passes for an interpreter with SGLang, so that a fleet starts, watches and changes scripted servers.
 
-What a server does is the value of its flag `--log-level-http`: good, slow, garbage, or dead (ends at once). POST /stick
-makes one stop working behind a green health page until it is started again.
+What a server does is the value of its flag `--log-level-http`: good, slow, garbage, wordy (says it thrice), or dead
+(ends at once). POST /stick makes one stop working behind a green health page until it is started again.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.tokens += TOKENS
         text = "!" * 48 if self.server.mode == "garbage" else f"to {body['messages'][-1]['content']}: yes"
+        times = 3 if self.server.mode == "wordy" else 1
+        text = " ".join([text] * times)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-        usage = {"prompt_tokens": 5, "completion_tokens": TOKENS, "total_tokens": 5 + TOKENS}
+        usage = {"prompt_tokens": 5, "completion_tokens": TOKENS * times, "total_tokens": 5 + TOKENS * times}
         self._send(200, json.dumps(
             {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
         ))  # fmt: skip

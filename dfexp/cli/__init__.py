@@ -28,7 +28,8 @@ _DRAIN = ("--drain-s", {"type": amount, "default": 10.0, "help": "seconds that r
 _CANARY = (
     ("--canary-s", {"type": amount, "default": 120.0, "help": "seconds of each measured window"}),
     ("--least-speed", {"type": amount, "default": 0.95, "help": "least share of the rate that is expected"}),
-    ("--no-canary", {"action": "store_true", "help": "check the answers only, not the speed"}),
+    ("--answers", {"type": int, "default": 32, "help": "prompts whose answers must stay what they were; 0: none"}),
+    ("--no-canary", {"action": "store_true", "help": "check that answers make sense; neither speed nor what they say"}),
     ("--drain-s", {"type": amount, "help": "then requests in flight are sent again; default: they may finish"}),
 )
 _SAMPLE = (

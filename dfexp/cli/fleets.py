@@ -44,6 +44,7 @@ def reconfigure(args: argparse.Namespace) -> int:
 
     canary_s = 0.0 if args.no_canary else args.canary_s
     terms = {"canary_s": canary_s, "least_speed": args.least_speed, "drain_s": args.drain_s}
+    terms["answers"] = 0 if args.no_canary else args.answers
     return EXIT_OK if change(params.load(args.params, args.set), project_root(), say, **terms) else EXIT_FAILED
 
 

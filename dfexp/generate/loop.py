@@ -28,6 +28,7 @@ from dfexp.generate.recorder import Recorder
 from dfexp.generate.rolling import Rolling
 from dfexp.generate.serve import Serving
 from dfexp.generate.status import Overview
+from dfexp.generate.verdicts import end_of
 from dfexp.generate.work import Job, WorkQueue
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
@@ -96,7 +97,7 @@ class Loop:
         self._all_down_since: float | None = None
         self._rolling = Rolling(
             fleet=setup.fleet, lanes=self._lanes, events=setup.events, generation=self._generation,
-            configs=setup.configs,
+            configs=setup.configs, prompts=setup.prompts,
         )  # fmt: skip
         self._refusals: dict[str, str] = {}  # of changes that were asked for, by their names
 
@@ -162,7 +163,9 @@ class Loop:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._tick_s())
                 self._wake.clear()
-            return await self._finish(recorder)
+            state, reason = await self._finish(recorder)
+            shards = self._s.shards
+            return end_of(state, reason, done=shards.done, failed=shards.failed, asked=len(self._s.prompts))
         finally:
             for task in (tasks := (recorder, watching, *self._watches(), *self._all_tasks())):
                 task.cancel()

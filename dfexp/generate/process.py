@@ -23,7 +23,7 @@ from dfexp.generate.limits import drawn, portion
 from dfexp.generate.loop import Loop, Setup
 from dfexp.generate.notify import tell
 from dfexp.generate.start import ALL_KINDS, fleet_folder, read_spec
-from dfexp.generate.verdicts import end_of, tally
+from dfexp.generate.verdicts import tally
 from dfexp.jsonl import read_json, write_json
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
@@ -122,19 +122,11 @@ def generate(
         )  # fmt: skip
         gc.freeze()  # what is there now stays: no collection has to walk it again
         gc.set_threshold(20_000, 20, 50)  # at the default, requests in flight are walked for a fifth of the CPU time
-        state, reason = asyncio.run(_AccountedLoop(setup).run())
+        state, reason = asyncio.run(Loop(setup).run())
         done, failed, asked = shards.done, shards.failed, frozen["asked"]
         events.record(f"run_{state}", detail=reason, done=done, failed=failed, asked=asked)
-    return state, tally(done, failed, asked) + f": {reason}" * bool(reason)
-
-
-class _AccountedLoop(Loop):
-    """The loop, whose last status says that the run has ended when, and only when, every row is accounted for."""
-
-    async def _work(self) -> tuple[str, str | None]:
-        state, reason = await super()._work()
-        shards = self._s.shards
-        return end_of(state, reason, done=shards.done, failed=shards.failed, asked=len(self._s.prompts))
+        left = f"; {len(uploads.left):,} shard(s) are not on S3" if uploads and uploads.left else ""
+    return state, tally(done, failed, asked) + left + f": {reason}" * bool(reason)
 
 
 def _uploads(folder: RunFolder, spec: RunSpec, shards: Shards, events: EventLog) -> Uploader:

@@ -25,9 +25,9 @@ from dfexp.rollout import DONE, FINAL
 def reconfigure(spec: RunSpec, root: Path, tell: Callable[[str], None], **terms: Any) -> bool:
     """Give the servers of the fleet that `spec` names the settings in it, one by one; `tell` is called for each step.
 
-    Args: terms, `canary_s`, `least_speed` and `drain_s` of `rollout.Terms`. Returns whether all have them now; if not,
-    why was told. Raises FleetError for what servers cannot be changed to, LockedError when somebody else holds the
-    fleet, RunError when the run refuses or ends.
+    Args: terms, `canary_s`, `least_speed`, `answers` and `drain_s` of `rollout.Terms`. Returns whether all have them
+    now; if not, why was told. Raises FleetError for what servers cannot be changed to, LockedError when somebody else
+    holds the fleet, RunError when the run refuses or ends.
     """
     the_fleet = fleet.attach(fleet_folder(spec, root))
     the_fleet.check_change(spec.fleet)

@@ -2,12 +2,13 @@
 
 Each is drained, started again, asked for content and fed; the others serve all the while. The canary is also timed
 against them. When a server does not come up, answers garbage or is slower, every one that was changed gets its old
-settings back in the same way.
+settings back in the same way; so it is when it says other things than before, by what its own answers vary.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -15,7 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dfexp import rollout
+from dfexp.client import answers
 from dfexp.engines import content
+from dfexp.equivalence import DIFFERS, compare
 from dfexp.errors import RunError, StorageError
 from dfexp.fleet import Fleet, scrub
 from dfexp.fleet.record import change_to, differences
@@ -23,9 +26,13 @@ from dfexp.generate.configs import Configs
 from dfexp.generate.events import EventLog
 from dfexp.generate.identity import request_fields
 from dfexp.generate.lane import Lane
-from dfexp.generate.verdicts import drain_s
+from dfexp.generate.verdicts import answer_s, drain_s
 from dfexp.params import AnyFleet, GenerationGroup, RunSpec
+from dfexp.prompts import FrozenPrompts
+from dfexp.records import Answer, Prompt
 from dfexp.rollout import DONE, Terms, Window
+
+_ANSWER_TOKENS = 256  # of an answer that is compared: settings that change answers show early
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +44,7 @@ class Rolling:
     events: EventLog
     generation: GenerationGroup
     configs: Configs | None = None  # None without a run
+    prompts: FrozenPrompts | Sequence[Prompt] = ()  # of the run
     status: dict[str, Any] | None = None
     task: asyncio.Task[None] | None = None
     cut_off: int = 0
@@ -78,12 +86,15 @@ class Rolling:
         self._tell("rollout_started", f"{len(changing)} servers, one at a time: {'; '.join(changes)}")
         if terms.canary_s:
             self._tell("rollout_measures", f"measuring the present speed, {terms.canary_s:g} s")
-        before, began = await self._window(terms.canary_s), time.monotonic()
+        said, before = await self._answers(changing[0], terms, 2), await self._window(terms.canary_s)
+        began = time.monotonic()
         for number, lane in enumerate(changing, 1):
             limit_s = self._drain_s(lane, before, terms)
             why = await self._change(lane, terms.group, f"{number} of {len(changing)}", limit_s)
             if why is None and number == 1 and terms.canary_s:
                 why = await self._prove(lane, before, terms)
+            if why is None and number == 1 and said:
+                why = await self._compare(lane, said, terms)
             if why is not None:
                 await self._roll_back(changing[:number], old, why, before, terms)
                 return
@@ -142,6 +153,26 @@ class Rolling:
         passed, text = rollout.judge(lane.name, before, await self._window(terms.canary_s), terms.least_speed)
         self._tell("canary_verdict", text, lane, passed=passed)
         return None if passed else text
+
+    async def _answers(self, lane: Lane, terms: Terms, times: int) -> list[dict[int, Answer]]:
+        """What a server says to some of the run's prompts, greedily, beside its other requests; so many times."""
+        if not (number := min(terms.answers, len(self.prompts))):
+            return []
+        self._tell("canary_asked", f"asking {number} prompts, {times} times", lane)
+        places = random.Random(0).sample(range(len(self.prompts)), number)  # noqa: S311 (a draw, no secret)
+        drawn = await asyncio.to_thread(lambda: [self.prompts[place] for place in places])
+        asked = {
+            "max_tokens": _ANSWER_TOKENS, "context_length": lane.limits.context_length,
+            "timeout_s": answer_s(self.generation, _ANSWER_TOKENS),
+            "sampling": {**request_fields(self.generation), "temperature": 0.0},
+        }  # fmt: skip
+        return [await answers(lane.client, drawn, number, **asked) for _ in range(times)]
+
+    async def _compare(self, lane: Lane, said: Sequence[dict[int, Answer]], terms: Terms) -> str | None:
+        """None unless the canary says other things than it did. Too few answers prove nothing, and stop nothing."""
+        verdict = compare(said[0], (await self._answers(lane, terms, 1))[0], said[1])
+        self._tell("canary_answers", str(verdict), lane, verdict=verdict.verdict)
+        return f"it says other things than before: {verdict}" if verdict.verdict == DIFFERS else None
 
     async def _roll_back(
         self, changed: Sequence[Lane], old: Mapping[str, AnyFleet], why: str, before: Window, terms: Terms

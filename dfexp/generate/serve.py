@@ -89,7 +89,7 @@ class Serving:
                     limit.reschedule(sent + verdicts.answer_s(self._generation, most, pace.slowest))
 
     def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer, is_reseeded: bool) -> None:
-        flags = self._overview.flags(answer)
+        flags = self._overview.flags(lane.name, answer)
         self.refused_since = None
         policy, kind = verdicts.policy_of(self._generation.spoiled, flags)
         if policy == "retry" and job.attempt < self._generation.max_attempts:

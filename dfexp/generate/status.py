@@ -97,11 +97,13 @@ class Overview:
         """Sample and look for findings until cancelled."""
         await asyncio.gather(self._sampler.run(), self._look())
 
-    def flags(self, answer: Answer) -> tuple[str, ...]:
-        """What its row is to say of an answer: the flags that it came with, and what its content shows."""
+    def flags(self, server: str, answer: Answer) -> tuple[str, ...]:
+        """What its row is to say of an answer, kept or not: the flags it came with, and what its content shows."""
         with self._guard("answers"):
             thinking = self._s.spec.generation.enable_thinking is True
-            return answer.flags + flags(answer.text, answer.finish_reason, answer.completion_tokens, thinking=thinking)
+            found = flags(answer.text, answer.finish_reason, answer.completion_tokens, thinking=thinking)
+            self._traffic(server).judged(self._now(), is_garbage=GARBAGE in found)
+            return answer.flags + found
         return answer.flags
 
     def sent(self, server: str, index: int) -> None:
@@ -112,9 +114,7 @@ class Overview:
     def answered(self, server: str, index: int, answer: Answer, flags: Sequence[str]) -> None:
         """A row is done."""
         with self._guard("requests"):
-            now = self._now()
-            self.progress.answered(server, index, now, answer, flags)
-            self._traffic(server).judged(now, is_garbage=GARBAGE in flags)
+            self.progress.answered(server, index, self._now(), answer, flags)
 
     def left(self, server: str, index: int) -> None:
         """A request is over, whatever came of it."""

@@ -104,9 +104,12 @@ def rolled(project: Project) -> Iterator[Rolled]:
 @pytest.mark.parametrize("mode", ["good", "llamacpp"])
 async def test_a_change_loses_and_repeats_nothing_and_the_others_serve_meanwhile(rolled: Rolled, mode: str) -> None:
     folder = await rolled.start(rolled.spec(mode, cap=2))
-    changed, told = await rolled.change(rolled.spec(mode, cap=4))
-    assert changed, told
+    terms = {"least_speed": 0.05, "canary_s": 4.0, "answers": 20 if mode == "good" else 4}
+    changed, told = await rolled.change(rolled.spec(mode, cap=4), **terms)
+    assert changed, told[-1]
     assert "2 servers, one at a time: fleet." in told[0]
+    verdict = event(folder, "canary_answers")["detail"]
+    assert verdict.startswith("no difference seen: 20 prompts, 100%" if mode == "good" else "too few answers: 4")
     after = (control.read_status(folder) or {})["done"]
     await rolled.project.until(folder, lambda s: s.get("done", 0) > after + 20)
     status = await rolled.stop(folder)
@@ -145,11 +148,16 @@ async def test_a_change_loses_and_repeats_nothing_and_the_others_serve_meanwhile
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "why"),
-    [("garbage", "answers at once are garbage"), ("dead", "Last lines of"), ("slow", "least 0.3 is asked for")],
+    [
+        ("garbage", "answers at once are garbage"),
+        ("dead", "Last lines of"),
+        ("slow", "least 0.3 is asked for"),
+        ("wordy", "it says other things than before: differs: 24 prompts, 0% of the answers identical; 100% without"),
+    ],
 )
 async def test_a_canary_that_fails_gets_its_old_settings_back(rolled: Rolled, mode: str, why: str) -> None:
     folder = await rolled.start(rolled.spec())
-    changed, told = await rolled.change(rolled.spec(mode))
+    changed, told = await rolled.change(rolled.spec(mode), answers=24)
     assert not changed
     assert why in told[-1]
     assert why in event(folder, "rollout_rolled_back")["detail"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,8 +250,11 @@ async def test_what_cannot_be_watched_is_told_once_and_raises_nothing(project: P
         for index in range(3):
             overview.sent("a", index)
             odd = answer(10**400 if index < 2 else 7)
-            overview.answered("a", index, odd, overview.flags(odd))
+            overview.answered("a", index, odd, overview.flags("a", odd))
             overview.left("a", index)
+        overview.flags("b", replace(answer(8), text="!" * 48))  # not kept
+        seen = overview.progress.servers["b"].watched(time.time())
+        assert (seen["answers"], seen["garbage"]) == (1, 1)
         await overview.write("ended", [])
     told = [json.loads(line) for line in folder.events.read_text().splitlines()]
     assert [(each["event"], each["part"]) for each in told if each["part"] == "requests"] == [
