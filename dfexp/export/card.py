@@ -80,7 +80,7 @@ def _lengths(found: Any) -> str:
 
 def _source(source: Mapping[str, Any], made: Made) -> str:
     licence = made.options.licenses.get(str(source.get("path")), "not given")
-    return f"{source.get('rows', '?')} records; licence: {licence}; SHA-256 {source.get('sha256', 'not known')}"
+    return f"{source.get('rows', '?')} records; licence: {licence}; SHA-256 {source.get('sha256') or 'not known'}"
 
 
 def _config(config: Mapping[str, Any]) -> dict[str, str]:
