@@ -1,4 +1,4 @@
-"""Uploads beside a run: does generation notice them, what does a minute without S3 cost, how fast is a restore?
+"""Uploads beside a run: whether generation notices them, what a minute without S3 costs, how fast a restore is.
 
     python benchmarks/store.py [--shards 1310] [--away-s 60] [--rows-per-s 1200] [--folder /tmp/store-benchmark]
 
@@ -39,7 +39,7 @@ from dfexp.store import Uploader, verify  # noqa: E402
 from dfexp.store.bucket import Bucket  # noqa: E402
 from tests.store.server import ENVIRONMENT, S3Server, client  # noqa: E402
 
-ROWS, IN_FLIGHT, TURN_S, PRINTS = 500, 256, 15.0, {"prompts": "p", "model": "m", "sampling": "{}"}
+ROWS, IN_FLIGHT, PRINTS = 500, 256, {"prompts": "p", "model": "m", "sampling": "{}"}
 TEXT = "".join(hashlib.sha256(str(n).encode()).hexdigest() for n in range(150))  # 9,600 characters
 
 
@@ -77,6 +77,7 @@ class Client:
         self.side, self.latency_s, self.answers = side, IN_FLIGHT / rows_per_s, 0
 
     async def one(self) -> None:
+        """One slot: an answer, and the next one."""
         while True:
             await asyncio.sleep(self.latency_s)
             side = self.side
@@ -103,7 +104,9 @@ class Client:
             )
 
 
-async def drive(stored: Side, plain: Side, server: S3Server, rows_per_s: float, away_s: float) -> list[dict[str, Any]]:
+async def drive(
+    stored: Side, plain: Side, server: S3Server, rows_per_s: float, away_s: float, turn_s: float
+) -> list[dict[str, Any]]:
     """All rows of `stored`, in turns with `plain`; one line for each turn."""
     client, turns, killed_at = Client(plain, rows_per_s), [], None
     tasks = [asyncio.create_task(side.recorder.run()) for side in (stored, plain)]
@@ -112,7 +115,7 @@ async def drive(stored: Side, plain: Side, server: S3Server, rows_per_s: float, 
     while stored.next < stored.rows:
         client.side = plain if len(turns) % 4 == 0 and plain.next < plain.rows else stored
         began, before, state = time.monotonic(), client.answers, "up"
-        while time.monotonic() - began < TURN_S and stored.next < stored.rows:
+        while time.monotonic() - began < turn_s and stored.next < stored.rows:
             await asyncio.sleep(0.25)
             if killed_at is None and stored.next > 0.4 * stored.rows and client.side is stored:
                 await asyncio.to_thread(server.kill)
@@ -138,6 +141,11 @@ async def drive(stored: Side, plain: Side, server: S3Server, rows_per_s: float, 
         side.recorder.finish(60.0)
     await asyncio.gather(*tasks[:2])
     return turns
+
+
+def mean_rate(turns: list[dict[str, Any]]) -> float:
+    """Answers per second of some turns."""
+    return sum(turn["answers"] for turn in turns) / max(1e-9, sum(turn["s"] for turn in turns))
 
 
 def restored(url: str, bucket: str, root: Path) -> dict[str, float]:
@@ -175,6 +183,7 @@ def main() -> None:  # noqa: D103
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=1310)
     parser.add_argument("--away-s", type=float, default=60.0)
+    parser.add_argument("--turn-s", type=float, default=15.0)
     parser.add_argument("--rows-per-s", type=float, default=1200.0)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/store-benchmark"))
     args = parser.parse_args()
@@ -186,7 +195,7 @@ def main() -> None:  # noqa: D103
         stored = Side(args.folder / "outputs" / "with", args.shards * ROWS, group)
         plain = Side(args.folder / "outputs" / "without", args.shards * ROWS, None)
         began = time.monotonic()
-        turns = asyncio.run(drive(stored, plain, server, args.rows_per_s, args.away_s))
+        turns = asyncio.run(drive(stored, plain, server, args.rows_per_s, args.away_s, args.turn_s))
         waiting, mid = len(stored.uploads.left), time.monotonic()
         left = stored.uploads.finish(600.0)
         ended = time.monotonic()
@@ -199,10 +208,8 @@ def main() -> None:  # noqa: D103
         again = restored(server.url, "benchmark", args.folder / "elsewhere")
         attack = attacked(group, server.url)
     rate = {
-        side: sum(turn["answers"] for turn in turns[1:-1] if turn["side"] == side)
-        / sum(turn["s"] for turn in turns[1:-1] if turn["side"] == side)
-        for side in ("with", "without")
-    }
+        side: mean_rate([turn for turn in turns[1:-1] if turn["side"] == side]) for side in ("with", "without")
+    }  # without the first turn, which starts everything, and the last, which is cut short
     away = [turn for turn in turns if turn["state"] != "up"]
     rows = [
         ("shards uploaded", f"{verdict.shards:,} of {args.shards:,}, {verdict.bytes / 1e9:.2f} GB"),
@@ -211,7 +218,7 @@ def main() -> None:  # noqa: D103
         ("answers/s with the store", f"{rate['with']:.1f} (S3 killed for {args.away_s:g} s in them)"),
         ("answers/s without", f"{rate['without']:.1f}"),
         ("ratio", f"{rate['with'] / rate['without']:.4f}"),
-        ("answers/s while S3 was killed", f"{sum(t['answers'] for t in away) / sum(t['s'] for t in away):.1f}"),
+        ("answers/s while S3 was killed", f"{mean_rate(away):.1f}"),
         ("most shards that waited", f"{max(turn['waiting'] for turn in turns)}; {waiting} at the end, "
          f"uploaded within {ended - mid:.1f} s"),
         ("events", str({name: count for name, count in Counter(events).items() if name.startswith("store")})),

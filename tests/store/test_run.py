@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from tests.store.proxy import Proxy
 from tests.store.server import SECRET
 
 __all__ = ["project"]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def spec_of(project: Project, server: ScriptedServer, place: Place, **group: Any) -> params.RunSpec:
@@ -120,3 +123,19 @@ async def test_preflight_looks_at_the_store(project: Project, place: Place) -> N
         no_store = spec_of(project, server, place).model_copy(update={"store": params.StoreGroup()})
         assert "store" not in [check.name for check in checks_for(no_store, project.root)]
     assert place.all_keys() == []
+
+
+@pytest.mark.slow
+def test_the_benchmark_in_small(tmp_path: Path) -> None:
+    """A store that is killed for seconds while shards of 5 MB are written: nothing lost, nothing twice, no waiting."""
+    command = [sys.executable, "benchmarks/store.py", "--shards", "30", "--away-s", "3", "--turn-s", "3"]
+    command += ["--rows-per-s", "1500", "--folder", str(tmp_path / "b")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = {line[:34].strip(): line[34:] for line in done.stdout.splitlines()}
+    assert said["shards uploaded"].startswith("30 of 30, 0.1")
+    assert said["lost, differing, foreign, twice"] == "0, 0 [], 0, rows 15,000"
+    assert float(said["answers/s while S3 was killed"]) > 0
+    assert said["events"] == "{'store_opened': 1, 'store_away': 1, 'store_answers_again': 1}"
+    assert said["restore of the done-set"].startswith("15,000 rows in ")
+    assert said["puts over 20 foreign objects"] == "20 errors, 0 replaced, 20 as they were"
