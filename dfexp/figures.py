@@ -6,7 +6,6 @@ import html
 import json
 import textwrap
 from collections.abc import Mapping
-from math import nan
 from typing import Any
 
 import numpy as np
@@ -69,11 +68,14 @@ class PlotlyScript:
         return f"<script>window.PlotlyConfig = {{MathJaxConfig: 'local'}};</script><script>{get_plotlyjs()}</script>"
 
 
-def throughput(data: report.RunData) -> Chart:
-    """Completion tokens/s over time, stacked by server; of more than eight the median one and the extremes."""
+def throughput(data: report.RunData) -> Chart | None:
+    """Completion tokens/s over time, stacked by server; of more than eight the median one and the extremes.
+
+    None where nobody counted tokens, or without rows.
+    """
     rates, axis = series.throughput(data), "completion tokens/s"
     figure = go.Figure(layout={"barmode": "stack", "legend": {"traceorder": "normal"}})
-    subtitle = f"Client rate: tokens of the answers that finished within each {_width(rates)}, over its seconds"
+    subtitle = f"Client rate: tokens of the answers that finished within each {_width(data)}, over its seconds"
     if (number := rates["server"].nunique()) > _SERVERS:
         table = rates.pivot(index="start_s", columns="server", values="completion_tok_per_s").fillna(0.0)
         least, *_, most = table.mean().sort_values().index
@@ -86,8 +88,8 @@ def throughput(data: report.RunData) -> Chart:
         for server, part in rates.groupby("server"):
             x, width, _ = _bins(data, part)
             figure.add_bar(x=x, y=part["completion_tok_per_s"], width=width, name=str(server))
-    figure.update_xaxes(dtick=_tick(data))
-    return finish(figure, _source(data), "Throughput over time", subtitle, _time_axis(data)[1], axis)
+    told = "Throughput over time", subtitle, _time_axis(data)[1], axis
+    return _over_time(figure, data, *told) if rates["completion_tok_per_s"].notna().any() else None
 
 
 def gap(data: report.RunData) -> Chart | None:
@@ -102,14 +104,13 @@ def gap(data: report.RunData) -> Chart | None:
             figure.add_bar(x=x, y=rates[name], width=width, name=words, marker_color=color)
     if rates["server"].notna().any():
         figure.add_scatter(x=x, y=rates["server"], name="decoded (servers)", line={"color": PALETTE[7], "width": 2})
-    subtitle = f"Within each {_width(rates)}; in flight: tokens that are made and not yet answered, of finished rows"
-    figure.update_xaxes(dtick=_tick(data))
+    subtitle = f"Within each {_width(data)}; in flight: tokens that are made and not yet answered, of finished rows"
     told = "Servers' rate and client's rate", subtitle, title, "completion tokens/s"
-    return finish(figure, _source(data), *told) if figure.data else None
+    return _over_time(figure, data, *told) if figure.data else None
 
 
-def in_flight(data: report.RunData) -> Chart:
-    """Requests in flight, running and queued over time, against what the servers decode at once."""
+def in_flight(data: report.RunData) -> Chart | None:
+    """Requests in flight, running and queued over time, against what servers decode at once. None without rows."""
     sent, said, figure = series.in_flight(data), series.gauges(data), go.Figure()
     x, width, title = _bins(data, sent)
     figure.add_bar(x=x, y=sent["requests"], width=width, name="in flight (client)", opacity=0.4)
@@ -117,16 +118,16 @@ def in_flight(data: report.RunData) -> Chart:
     if data.slots:
         figure.add_hline(y=data.slots, name=f"{data.slots:,} at once (cap)", **_LIMIT)
     subtitle = "In flight: sent and not yet answered, finished rows only; servers: their gauges added up, means of bins"
-    return finish(figure, _source(data), "Requests in flight", subtitle, title, "requests")
+    return _over_time(figure, data, "Requests in flight", subtitle, title, "requests") if len(sent) else None
 
 
 def usages(data: report.RunData) -> Chart | None:
     """Both pools' usages over time. None without samples."""
     said, figure = series.gauges(data), go.Figure()
     _lines(figure, data, said, series.POOLS)
-    subtitle = f"Share in use, mean of servers and of each {_width(said)}; at its cap the state pool may show 2/3 or 1"
+    subtitle = f"Share in use, mean of servers and of each {_width(data)}; at its cap the state pool may show 2/3 or 1"
     words = "Usage of both pools", subtitle, _time_axis(data)[1], "share in use"
-    return finish(figure, _source(data), *words) if figure.data else None
+    return _over_time(figure, data, *words) if figure.data else None
 
 
 def gpus(data: report.RunData) -> Chart | None:
@@ -148,8 +149,8 @@ def gpus(data: report.RunData) -> Chart | None:
         figure.add_scatter(x=x, y=said[f"{name} mean"], name=words, line={"width": 2, "color": color}, row=rows, col=1)
     figure.update_yaxes(title_text="samples<br>(share)", range=[0, 1.05], row=rows, col=1)
     figure.update_layout(height=150 + 130 * rows)
-    subtitle = f"Mean GPU, and from the lowest to the highest of {data.gpus['gpu'].nunique()}, of each {_width(said)}"
-    chart = finish(figure, _source(data), "What the GPUs did", subtitle, "", figure.layout.yaxis.title.text)
+    subtitle = f"Mean GPU, and from the lowest to the highest of {data.gpus['gpu'].nunique()}, of each {_width(data)}"
+    chart = _over_time(figure, data, "What the GPUs did", subtitle, "", figure.layout.yaxis.title.text)
     figure.update_xaxes(title_text=title, row=rows, col=1)
     return chart
 
@@ -176,22 +177,23 @@ def _lines(figure: go.Figure, data: report.RunData, frame: pd.DataFrame, columns
             figure.add_scatter(x=_bins(data, frame)[0], y=frame[name], name=words, line={"width": 2})
 
 
-def lengths(data: report.RunData) -> Chart:
-    """How long answers are, and which were cut."""
+def lengths(data: report.RunData) -> Chart | None:
+    """How long answers are, and which were cut. None where nobody counted tokens, or without rows."""
     limit = data.run["spec"]["generation"].get("max_tokens")
     cut = limit if isinstance(limit, int) else 0  # 0: all the room that the prompt left
     figure = _histogram(data, "completion_tokens", cut)
     if cut:
         figure.add_vline(x=cut + 0.5, name=f"max_tokens {cut:,}", **_LIMIT)
     subtitle = "Finished rows by completion tokens, as the servers count them"
-    return finish(figure, _source(data), "Answer lengths", subtitle, "completion tokens", "rows")
+    words = "Answer lengths", subtitle, "completion tokens", "rows"
+    return finish(figure, _source(data), *words) if figure.data else None
 
 
-def latencies(data: report.RunData) -> Chart:
-    """How long answers took."""
-    title = f"latency ({'simulated ' if data.is_virtual else ''}s)"
+def latencies(data: report.RunData) -> Chart | None:
+    """How long answers took. None without rows."""
+    figure, title = _histogram(data, "latency_s", 0), f"latency ({'simulated ' if data.is_virtual else ''}s)"
     subtitle = "Finished rows by the time from sending to the last byte, queueing in the server included"
-    return finish(_histogram(data, "latency_s", 0), _source(data), "Latencies", subtitle, title, "rows")
+    return finish(figure, _source(data), "Latencies", subtitle, title, "rows") if figure.data else None
 
 
 def _histogram(data: report.RunData, column: str, cut: int) -> go.Figure:
@@ -228,6 +230,16 @@ def events(data: report.RunData) -> Chart | None:
                          xaxis_range=span, height=230 + 26 * len(kinds))  # fmt: skip
     words = "What happened, and when", "Sealed shards are left out; details where the pointer rests", title, "event"
     return finish(figure, _source(data), *words) if found else None
+
+
+def _over_time(figure: go.Figure, data: report.RunData, *words: str) -> Chart:
+    """`finish` with the time of the run as its axis, on which lines stand where it was stopped."""
+    unit_s = _time_axis(data)[0]
+    for place, at in enumerate(data.running(data.gaps[:, 0])):
+        mark = {**_LIMIT, "line": {"dash": "dot", "color": "#444"}, "showlegend": not place, "name": data.stopped}
+        figure.add_vline(x=(at - data.began) / unit_s, **mark)
+    figure.update_xaxes(dtick=_tick(data), range=[0.0, max(1.0, data.ended - data.began) / unit_s])
+    return finish(figure, _source(data), *words)
 
 
 def compared(data: report.RunData, others: Mapping[str, report.RunData | str]) -> Chart | None:
@@ -272,7 +284,8 @@ def _time_axis(data: report.RunData) -> tuple[float, str]:
     """A unit in seconds, and the axis' title: seconds up to ten minutes, minutes up to ten hours, then hours."""
     span_s = data.ended - data.began
     unit_s, unit = (3600.0, "h") if span_s > 36_000 else (60.0, "min") if span_s > 600 else (1.0, "s")
-    return unit_s, f"{'simulated ' if data.is_virtual else ''}time since the first request ({unit})"
+    title = f"{'simulated ' if data.is_virtual else ''}time since the first request"
+    return unit_s, f"{title}{', without stops' * bool(data.stopped)} ({unit})"
 
 
 def _tick(data: report.RunData) -> float:
@@ -287,8 +300,8 @@ def _bins(data: report.RunData, frame: pd.DataFrame) -> tuple[pd.Series, pd.Seri
     return (start_s + width_s / 2) / unit_s, width_s / unit_s, title
 
 
-def _width(frame: pd.DataFrame) -> str:
-    return duration(frame["width_s"].median() if len(frame) else nan)
+def _width(data: report.RunData) -> str:
+    return duration(float(np.diff(series.edges(data))[0]))
 
 
 def _wrapped(words: str) -> str:
@@ -298,5 +311,5 @@ def _wrapped(words: str) -> str:
 
 def _bin_size(top: float) -> float:
     """A round number that makes some 30 bins."""
-    round_numbers = (step * 10.0**power for power in range(-2, 9) for step in (1, 2, 5))
+    round_numbers = (step * 10.0**power for power in range(-2, 30) for step in (1, 2, 5))
     return next(number for number in round_numbers if top / number <= 30)

@@ -219,7 +219,7 @@ class BaselinePart(Group):
     tok_per_s: float | None = Field(None, gt=0, description="completion tokens/s that all its servers decode together")
     run: str | None = Field(None, min_length=1, description="or an earlier run: its name, or its folder")
     hardware: str | None = Field(None, description="what it ran on")
-    expected_fraction: float | None = Field(None, gt=0, description="part of its rate that this run should reach")
+    expected_fraction: float | None = Field(None, gt=0, le=2, description="part of its rate to reach: 0.25 for 25 %")
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dfexp.diagnose import Planned
 from dfexp.estimate import Estimate, lengths_of, time_left
-from dfexp.jsonl import write_atomic, write_json
+from dfexp.jsonl import disk, write_atomic, write_json
 from dfexp.layout import RunFolder
 from dfexp.report import load, split_thought
 from dfexp.report.data import RunData
@@ -51,7 +51,8 @@ def write(folder: RunFolder, root: Path, sample: Sequence[int], seed: int) -> tu
     note = "In brackets: 95 % of the chance. A rate is told at what was in flight, and extrapolated to all slots."
     title = f"# {labelled(f'Pilot of run {folder.name}', data.engine)}"
     page = "\n".join((title, "", *lines, "", note, "", *map(_example, examples)))
-    folder.report.mkdir(parents=True, exist_ok=True)
+    with disk(f"make the folder {folder.report}", "Move away what is there."):
+        folder.report.mkdir(parents=True, exist_ok=True)
     write_json(folder.report / "pilot.json", {**facts, "findings": findings, "examples": examples})
     write_atomic(folder.report / "pilot.md", page.encode("utf-8", "replace"))
     return page, missing
@@ -67,16 +68,17 @@ def _facts(data: RunData, model: Planned | None, sample: Sequence[int]) -> dict[
     one = [model.tok_per_s(number / max(1, len(data.watched))) for number in (in_flight, slots)] if model else []
     full = _at_full(rate, max(1.0, slots / max(in_flight, 1e-9)), one)
     flying = np.zeros(min(slots, data.missing))
+    many = len(tokens) > 1  # of one answer nobody knows how it differs from others
     eta = full and time_left(lengths, rows_left=data.missing - len(flying), ages=flying, rate=full)
     facts: dict[str, Any] = {
         "sample": len(sample), "done": len(rows),
         "failed": dict(Counter(row["kind"] for row in data.failures if row["index"] in drawn)),
-        "mean_tokens": _told(lengths.mean if lengths else None),
+        "mean_tokens": _told(lengths.mean if lengths else None, many),
         **{f"{name}_tokens": float(tokens.quantile(q)) if len(tokens) else None
            for name, q in (("median", 0.5), ("p95", 0.95))},
         "cut_for_length_share": float(cut.mean()) if len(rows) else None,
-        "in_flight": in_flight, "tok_per_s": _told(rate), "slots": slots, "tok_per_s_with_all_slots": _told(full),
-        "rows_left": data.missing, "time_left_s": _told(eta),
+        "in_flight": in_flight, "tok_per_s": _told(rate, many), "slots": slots,
+        "tok_per_s_with_all_slots": _told(full, many), "rows_left": data.missing, "time_left_s": _told(eta, many),
     }  # fmt: skip
     if model and data.watched:
         facts |= {"planned_mean_tokens": (mean := model.setting.workload.completion.mean),
@@ -104,8 +106,9 @@ def _at_full(rate: Estimate | None, room: float, planned_rates: Sequence[float])
     return Estimate(value=factor * rate.value, error=hypot(factor * rate.error, grown))
 
 
-def _told(found: Estimate | None) -> dict[str, float] | None:
-    return None if found is None else dict(zip(("value", "low", "high"), (found.value, *found.interval), strict=True))
+def _told(found: Estimate | None, many: bool) -> dict[str, float | None] | None:
+    low, high = found.interval if found and many else (None, None)
+    return {"value": found.value, "low": low, "high": high} if found else None
 
 
 def _shown(name: str, value: Any) -> str:
@@ -114,7 +117,8 @@ def _shown(name: str, value: Any) -> str:
     if not isinstance(value, Mapping):
         return form(value)
     if "low" in value:
-        return f"{form(value['value'])} [{form(value['low'])} to {form(value['high'])}]"
+        bounds = f" [{form(value['low'])} to {form(value['high'])}]"
+        return form(value["value"]) + bounds * (value["low"] is not None)
     return ", ".join(f"{kind} {number:,}" for kind, number in value.items()) or "none"
 
 

@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         (commands, "status", "runs.status", "one line per run, and per server of the run that is asked for",
          ((_ONE_RUN[0], {**_ONE_RUN[1], "nargs": "?"}), _OUTPUTS)),
         (commands, "stop", "runs.stop", "drain, seal, end; --now cuts off what is in flight", (_ONE_RUN, _NOW)),
-        (commands, "report", "runs.report", "04_report alone, also for a run that is going on", (_ONE_RUN,)),
+        (commands, "report", "runs.report", "04_report alone, also for a run that is going on", (_ONE_RUN, _SETTING)),
         (commands, "export", "export.of_run", "the good rows of a run as a training set, with a card beside it",
          (_ONE_RUN, *_SET)),
         (of_fleets, "up", "fleets.up", "launch a fleet, or attach to it, and wait for its first tokens",

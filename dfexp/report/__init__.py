@@ -6,6 +6,8 @@ tables and leaves them in the run's report/; `series` has what figures show over
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,7 +46,8 @@ def write(
     frames = {table.name: pd.DataFrame(list(table.rows), dtype=object) for table in made}
     for make in (series.throughput, series.rates, series.in_flight, series.gauges, series.gpus):
         frames[make.__name__] = make(data)
-    data.folder.report.mkdir(parents=True, exist_ok=True)
+    with jsonl.disk(f"make the folder {data.folder.report}", "Move away what is there."):
+        data.folder.report.mkdir(parents=True, exist_ok=True)
     for name, frame in frames.items():
         jsonl.write_atomic(data.folder.report / f"{name}.csv", frame.to_csv(index=False).encode())
         jsonl.write_atomic(data.folder.report / f"{name}.json", frame.to_json(orient="records", indent=1).encode())
@@ -60,13 +63,20 @@ def conclusion(data: RunData, made: Mapping[str, Table]) -> str:
     rate, how = text(values["decoded, fleet"]["value"]), values["decoded, fleet"]["how it is measured"]
     got, busy = text(values["client rate"]["value"]), duration(data.busy_s) + " of simulated time" * data.is_virtual
     made_at = f"The servers made **{rate} completion tokens/s** ({how.partition('; the sum')[0]})."
-    parts.append("What the servers make is not known yet." if rate == "-" else made_at)
-    parts.append(f"In the {busy} with requests in flight the client got **{got} completion tokens/s** (client rate).")
-    for line in made["baselines"].rows:
+    if len(data.rows):
+        parts.append("What the servers make is not known yet." if rate == "-" else made_at)
+        got = "nobody counted tokens" if got == "-" else f"the client got **{got} completion tokens/s** (client rate)"
+        parts.append(f"In the {busy} with requests in flight {got}.")
+    for line in made["baselines"].rows if len(data.rows) else ():
         share = "not known" if line["share"] is None else labelled(f"{line['share']:.1%}", data.engine)
         verdict = f"; what was expected: {line['verdict']}" if line["verdict"] != "-" else ""
-        parts.append(f"Share of the rate of {line['baseline']}: {share}{verdict}.")
+        parts.append(_plain(f"Share of the rate of {line['baseline']}: {share}{verdict}."))
     for line in made["findings"].rows[:3]:
         name = f"{line['finding'][0].upper()}{line['finding'][1:]}"
-        parts.append(f"**{name}**: {line['evidence']} {line['change'].strip('-')}")
+        parts.append(f"**{_plain(name)}**: {_plain(line['evidence'])} {_plain(line['change'].strip('-'))}")
     return "\n\n".join([*parts, f"The tables and the series behind the figures are in `{data.folder.report}`."])
+
+
+def _plain(words: str) -> str:
+    """Words in Markdown that mean themselves."""
+    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", html.escape(words, quote=False))

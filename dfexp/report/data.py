@@ -1,7 +1,7 @@
 """A run's files as frames, in the time that its servers had: rows without texts, samples, events.
 
 Of simulated servers all times are virtual seconds, which the fleet's clock.jsonl maps real ones to; of all others they
-are seconds since the Unix epoch.
+are seconds since the Unix epoch. After a pause, in which no process of the run ran, they go on as if there was none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import wraps
 from hashlib import blake2b
 from heapq import heappush, heapreplace
 from itertools import islice
-from math import nan
+from math import isnan, nan
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,8 @@ from dfexp.jsonl import parse_line
 from dfexp.layout import FleetFolder, RunFolder
 from dfexp.quality import garbage
 from dfexp.records import SIMULATED, EngineSample, ServerLimits
+from dfexp.report.pauses import pauses, without
+from dfexp.tables import duration
 from dfexp.virtual_time import CLOCK, VirtualTime
 
 ROW = {
@@ -42,10 +44,13 @@ SAMPLE = {"server": "object"} | {each.name: "float64" for each in fields(EngineS
 GPU = dict.fromkeys(("utilization", "memory_used_bytes", "memory_total_bytes", "power_w", "sm_clock_mhz"), "float64")
 GPU |= {"gpu": "object", "at": "float64", "throttle_reasons": "object", "clock_limits": "object"}
 _PICK, _PICK_LOOK = itemgetter(*list(ROW)[:-1]), itemgetter(*(SAMPLE | GPU))
-_NO_LOOK = dict.fromkeys(SAMPLE | GPU)
+_PICK_NUMBERS = itemgetter(*(name for name, of in (SAMPLE | GPU).items() if of == "float64"))
+_NUMBERS = {int, float, type(None)}
+_NO_LOOK, _NO_EVENT = dict.fromkeys(SAMPLE | GPU), dict.fromkeys(("at", "event", "server"))
 _CHUNK = 100  # lines that are parsed together: of more their texts fit into no cache
 _PIECE = 20_000  # lines that become a piece of a frame
 _JUDGED, _JUDGED_CHARACTERS = 500, 2000  # rows that are looked at for garbage, and how much of each
+_UNCOUNTED = 0.01  # of rows may have no count of tokens
 _WATCHED = 2_000  # samples of a server that are judged: of 62 h one every two minutes
 
 
@@ -63,10 +68,13 @@ class RunData:
         rows: one line per completion, without texts; counts that a server did not give are NaN, never zero.
         busy_s: time in which at least one request of `rows` was in flight; NaN without rows.
         samples: one line per look at a server, `EngineSample` by column; NaN is what it did not say.
-        watched: for each server its samples, evenly thinned to `_WATCHED`, and what is known of it.
+        watched: for each server its samples, evenly thinned to `_WATCHED`, and with pauses, and what is known of it.
         gpus: one line per look at a GPU, as metrics.jsonl has it.
         examples: whole rows, drawn at random, by index.
         judged: of rows drawn at random, whether they looked like garbage when this was read: server, and why or None.
+        gaps: pauses, from when to when, with those before them in the time; `running` leaves them out.
+        stamps: of each event its time with pauses.
+        damaged: lines that could not be read and are left out, by file.
         memo: what `once` keeps.
     """
 
@@ -87,6 +95,9 @@ class RunData:
     events: Sequence[Mapping[str, Any]]
     examples: Sequence[Mapping[str, Any]]
     judged: Sequence[tuple[str, str | None]]
+    gaps: Array
+    stamps: Sequence[float]
+    damaged: Mapping[str, int]
     memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
@@ -121,6 +132,15 @@ class RunData:
             return self.missing == 0
         ends = np.array([*self.rows["finished_at"], *(row["at"] for row in self.failures)])
         return bool(np.sum(ends > marks[-1]["at"]) >= int(marks[-1]["in_flight"]))
+
+    def running(self, at: Any) -> Array:
+        """Times of `watched` (any shape) in the time of all else."""
+        return without(self.gaps, at)
+
+    @property
+    def stopped(self) -> str:
+        """How long it was stopped in between; "" if never."""
+        return f"stopped in between: {duration(float(np.diff(self.gaps).sum()))}" if len(self.gaps) else ""
 
     @property
     def began(self) -> float:
@@ -163,18 +183,16 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
         run = jsonl.read_json(folder.run_json)
     except FileNotFoundError:
         raise RunError(f"{folder.path} holds no run yet: run 03_generate first, or correct `run`.") from None
-    clock, draw, events = _clock(folder, run), _Draw(max(examples, _JUDGED), seed), list(jsonl.read_log(folder.events))
+    clock, draw, damaged = _clock(folder, run), _Draw(max(examples, _JUDGED), seed), Counter[str]()
+    events = list(_records(folder.events, damaged, _NO_EVENT, _is_event))
     failed, asked = list(shards.read_failures(folder.completions)), int(run["prompts"]["asked"])
     rows = _framed(draw.passed(shards.read_rows(folder.completions, _facts)), ROW)
-    (samples, gpus), drawn = _samples(folder), draw.rows()
+    (samples, gpus), drawn = _samples(folder, damaged), draw.rows()
     rows = rows.astype(dict.fromkeys(("server", "config_id", "flags"), "category"))
     rows["finished_at"] = rows["submitted_at"] + rows["latency_s"]
     if clock:
-        for frame in (rows, samples, gpus):
-            for column in frame.columns.intersection(["submitted_at", "finished_at", "at"]):
-                frame[column] = clock.of(frame[column].to_numpy())
+        rows, samples, gpus, events, failed = (_timed(clock.of, x) for x in (rows, samples, gpus, events, failed))
         rows["latency_s"] = rows["finished_at"] - rows["submitted_at"]
-        events, failed = ([{**line, "at": float(clock.of(line["at"]))} for line in lines] for lines in (events, failed))
     elsewhere = sum(entry.rows for entry in shards.only_stored(folder.completions))
     data = RunData(
         folder=folder, run=run, asked=asked, missing=asked - len(rows) - elsewhere - len(failed), elsewhere=elsewhere,
@@ -185,8 +203,19 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
         gpus=gpus, is_virtual=clock is not None, failures=failed, watched=(),
         events=events, examples=sorted(drawn[:examples], key=itemgetter("index")),
         judged=[(row["server"], garbage(row["text"][:_JUDGED_CHARACTERS], row["completion_tokens"])) for row in drawn],
+        gaps=pauses(rows, (samples, gpus), events), stamps=[one["at"] for one in events], damaged=damaged,
     )  # fmt: skip
-    return replace(data, watched=_watched(data))
+    names = "rows", "samples", "gpus", "events", "failures"  # `watched` with pauses: what was steady ends there
+    timed = {name: _timed(data.running, getattr(data, name)) for name in names}
+    return replace(data, watched=_watched(data), **timed)
+
+
+def _timed(of: Callable[[Any], Array], part: Any) -> Any:
+    """A frame, or a list of records, with `of` its times."""
+    if isinstance(part, list):
+        return [{**line, "at": float(of(line["at"]))} for line in part]
+    names = part.columns.intersection(["submitted_at", "finished_at", "at"])
+    return part.assign(**{name: of(part[name].to_numpy()) for name in names})
 
 
 def _clock(folder: RunFolder, run: Mapping[str, Any]) -> VirtualTime | None:
@@ -216,17 +245,20 @@ def _facts(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return {"part": (path, number, part), "line": line}
 
 
-def _parsed(lines: Sequence[tuple[Path, int, bytes]]) -> list[dict[str, Any]]:
+def _parsed(lines: Sequence[tuple[Path, int, bytes]], *, may_skip: bool = False) -> list[dict[str, Any]]:
     """The records of lines, with their files and numbers, parsed together: by themselves they take twice the time.
 
-    Raises CorruptShardError for the first that is no record.
+    Raises CorruptShardError for the first that is no record; with `may_skip` such lines are left out.
     """
     try:
         found: list[Any] = jsonl.decode_line(b'{"all":[%b]}' % b",".join(line for _, _, line in lines))["all"]
     except ValueError:
         found = []
-    is_right = len(found) == len(lines) and all(type(each) is dict for each in found)
-    return found if is_right else [parse_line(*line) for line in lines]
+    if len(found) == len(lines) and all(type(each) is dict for each in found):
+        return found
+    if may_skip:
+        return [each for line in lines for each in _parsed([line], may_skip=True)] if len(lines) > 1 else []
+    return [parse_line(*line) for line in lines]
 
 
 class _Draw:
@@ -265,21 +297,40 @@ def levels(rows: pd.DataFrame, most: float = np.inf) -> tuple[Array, Array, Arra
     return times, level, np.append(0.0, np.cumsum(np.minimum(level, most)[:-1] * np.diff(times)))[: len(times)]
 
 
-def _samples(folder: RunFolder) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _samples(folder: RunFolder, damaged: Counter[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Looks at servers, in order, and looks at GPUs."""
-    looks = _framed(_looks(folder.metrics), SAMPLE | GPU)
+    looks = _framed(map(_PICK_LOOK, _records(folder.metrics, damaged, _NO_LOOK, _is_look)), SAMPLE | GPU)
     of_gpus, servers = looks["gpu"].notna(), list(SAMPLE)
     samples = looks.loc[~of_gpus, servers].astype({"server": "category"}).sort_values(["server", "at"], kind="stable")
     return samples, looks.loc[of_gpus, list(GPU)]
 
 
-def _looks(path: Path) -> Iterator[tuple[Any, ...]]:
-    """The values of `SAMPLE` and `GPU` for each whole line of a file that may be missing."""
+def _records(
+    path: Path, damaged: Counter[str], empty: Mapping[str, Any], is_right: Callable[[Mapping[str, Any]], bool]
+) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file that may be missing, laid over `empty`; those that are not right are counted."""
     if path.exists():
         with path.open("rb") as file:
             lines = ((path, number, line) for number, line in enumerate(jsonl.whole_lines(file), 1))
             while chunk := list(islice(lines, _CHUNK)):
-                yield from (_PICK_LOOK(_NO_LOOK | look) for look in _parsed(chunk))
+                found = [one for each in _parsed(chunk, may_skip=True) if is_right(one := {**empty, **each})]
+                damaged[path.name] += len(chunk) - len(found)
+                yield from found
+
+
+def _is_look(one: Mapping[str, Any]) -> bool:
+    """Whether it is one at a server or a GPU, whose numbers are numbers."""
+    is_named = type(one["server"]) is str or one["gpu"] is not None
+    return is_named and one["at"] is not None and _NUMBERS.issuperset(map(type, _PICK_NUMBERS(one)))
+
+
+def _is_event(one: Mapping[str, Any]) -> bool:
+    return type(one["at"]) in (int, float) and type(one["event"]) is str and type(one["server"]) in (str, type(None))
+
+
+def counted(tokens: pd.Series) -> float:
+    """The sum of rows' tokens; NaN where some have no count, but for few: of a part it is no sum."""
+    return nan if tokens.isna().mean() > _UNCOUNTED else float(tokens.sum())
 
 
 def _watched(data: RunData) -> list[Watched]:
@@ -292,12 +343,13 @@ def _watched(data: RunData) -> list[Watched]:
     judged = Counter(server for server, _ in data.judged), Counter(server for server, why in data.judged if why)
     for name in sorted(rows.keys() | samples.keys() | told.keys()):
         part, looks, server = rows.get(name, data.rows[:0]), samples.get(name, data.samples[:0]), told.get(name, {})
+        rate = counted(part["completion_tokens"]) / max(1e-9, levels(part, 1)[2][-1]) if len(part) else nan
         watched.append(Watched(
             name=name, samples=_thinned(looks), flags=flags_of(data.fleet), limits=_limits(looks, server),
             limit=server.get("limit") or (None if kept == "auto" else kept),
             state=server.get("state", "ready") if data.is_going else "ready",
             request_s=float(part["latency_s"].mean()) if len(part) else None,
-            tok_per_s=float(part["completion_tokens"].sum() / max(1e-9, levels(part, 1)[2][-1])) if len(part) else None,
+            tok_per_s=None if isnan(rate) else rate,
             answers=len(part) if bad else judged[0][name],
             garbage=int(part["flags"].isin(bad).sum()) if bad else judged[1][name],
         ))  # fmt: skip

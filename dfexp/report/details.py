@@ -10,10 +10,12 @@ import pandas as pd
 from IPython.display import HTML
 
 from dfexp.diagnose import Finding, Planned, diagnose
-from dfexp.report.data import RunData, flags_of
+from dfexp.report.data import RunData, counted, flags_of
 from dfexp.report.overview import off_plan
 from dfexp.report.series import medians, occupied, server_rates, steady
 from dfexp.tables import FONT, Table, duration, text
+
+_SHOWN = 20  # of lines that were dropped
 
 
 def of_frame(name: str, title: str, frame: pd.DataFrame, note: str = "") -> Table:
@@ -27,7 +29,8 @@ def per_server(data: RunData) -> Table:
     found, made = steady(data), data.rows.groupby(data.rows["server"].astype(str))
     tokens, down = made["completion_tokens"], [one["server"] for one in data.events if one["event"] == "server_down"]
     frame = pd.DataFrame({"rows": made.size(), "mean tokens": tokens.mean()})
-    frame["median latency (s)"], frame["client tokens/s"] = made["latency_s"].median(), tokens.sum() / data.busy_s
+    frame["median latency (s)"] = made["latency_s"].median()
+    frame["client tokens/s"] = tokens.agg(counted) / data.busy_s
     frame = frame.reindex(pd.Index([each.name for each in data.watched], name="server"))
     frame["decoded tokens/s"] = server_rates(data, found)
     frame["cap"] = [each.limits.max_running_requests for each in data.watched]
@@ -106,12 +109,17 @@ def flags(data: RunData) -> Table:
 
 def dropped(data: RunData) -> Table:
     """Lines of the sources that gave no prompt."""
-    return Table(name="dropped", title="Dropped while reading the prompts", rows=data.run["prompts"].get("dropped", ()))
+    told: Mapping[str, Any] = data.run["prompts"]
+    rows, counts = told.get("dropped", ()), told.get("dropped_by_reason", {})
+    kinds = ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
+    note = f"{sum(counts.values()):,} in all: {kinds}. The first {_SHOWN} that were noted at most." if kinds else ""
+    return Table(name="dropped", title="Dropped while reading the prompts", rows=rows[:_SHOWN], note=note)
 
 
 def events(data: RunData) -> Table:
     """What happened, counted."""
     found = pd.DataFrame(list(data.events), columns=["event", "server", "at"]).fillna({"server": "-"})
+    found["at"] = found["at"] if data.is_virtual else data.stamps
     found["said, the last time"] = [*map(said, data.events)]
     kin = found.groupby(["event", "server"], sort=False)
     frame = pd.DataFrame({"times": kin.size(), "first": kin["at"].min(), "last": kin["at"].max()})
@@ -171,12 +179,12 @@ def _example(row: Mapping[str, Any]) -> str:
 def _said(role: str, words: Any) -> str:
     tint = {"answer": "rgba(0,114,178,.10)", "thought": "rgba(204,121,167,.12)"}.get(role, "rgba(128,128,128,.09)")
     if isinstance(words, list):  # content in parts
-        words = "\n".join(str(part.get("text", part)) for part in words)
+        words = "\n".join(str(part.get("text", part) if isinstance(part, Mapping) else part) for part in words)
     return (
         f"<div style='background:{tint};border-radius:4px;padding:5px 9px;margin-top:5px'>"
         f"<div style='font-size:11px;opacity:.7'>{html.escape(role)}</div>"
         "<div style='white-space:pre-wrap;overflow-wrap:anywhere;max-height:16em;overflow-y:auto'>"
-        f"{html.escape(words or '') or '<i>empty</i>'}</div></div>"
+        f"{html.escape(str(words or '')) or '<i>empty</i>'}</div></div>"
     )
 
 

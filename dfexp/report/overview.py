@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import isfinite, nan, sqrt
+from math import isfinite, isnan, nan, sqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dfexp import params
+from dfexp.control import FINAL_STATES
 from dfexp.diagnose import Finding, Planned
 from dfexp.errors import DfexpError
 from dfexp.generate.status import planned as planned_for
 from dfexp.layout import RunFolder
 from dfexp.params import BaselinePart
 from dfexp.records import SIMULATED
-from dfexp.report.data import RunData, flags_of, load
-from dfexp.report.series import GPUS, LIMITED, POOLS, REQUESTS, flight, limited, medians, occupied, steady
+from dfexp.report.data import RunData, counted, flags_of, load
+from dfexp.report.series import GPUS, LIMITED, POOLS, REQUESTS, flight, known_until, limited, medians, occupied, steady
 from dfexp.shards import read_manifest
 from dfexp.tables import Table, duration, labelled
 
@@ -34,6 +35,7 @@ def summary(data: RunData, title: str | None = None) -> Table:
     heads = ("what", "value", "unit", "how it is measured")
     lines = [dict(zip(heads, line, strict=True)) for line in (*_rates(data), *_rows(data), *_time(data))]
     note = "The run is not finished: this is what there is now. " if data.missing else ""
+    note += "".join(f"{odd:,} damaged line(s) of {name} are left out. " for name, odd in data.damaged.items() if odd)
     if data.engine == SIMULATED:
         times = "all times are simulated" if data.is_virtual else "times are the client's, not those of simulated time"
         note += f"The servers were simulated: {times}."
@@ -60,11 +62,13 @@ def _rates(data: RunData) -> Iterator[Line]:
 
 def _rows(data: RunData) -> Iterator[Line]:
     """What there is, how long it is, and what went wrong."""
-    rows, (mean, how) = data.rows, mean_tokens(data)
+    rows, (mean, how), tokens = data.rows, mean_tokens(data), counted(data.rows["completion_tokens"])
+    uncounted = int(rows["completion_tokens"].isna().sum())
+    apart = f"; {uncounted:,} rows have no count, and are not in it" * bool(uncounted)
     outages = sum(one["event"] == "server_down" for one in data.events)
-    yield "completion tokens, mean", mean, "tokens", how
+    yield "completion tokens, mean", mean, "tokens", how + apart
     yield "prompt tokens, mean", float(rows["prompt_tokens"].mean()), "tokens", _COUNTED
-    yield "completion tokens", int(rows["completion_tokens"].sum()), "tokens", "sum over rows done"
+    yield "completion tokens", None if isnan(tokens) else int(tokens), "tokens", "sum over rows done" + apart
     yield "done", len(rows), "rows", "completions on disk"
     yield "failed", len(data.failures), "rows", "will not succeed; kinds and the servers' words below"
     yield "missing", data.missing, "rows", "neither done nor failed yet"
@@ -91,9 +95,11 @@ def _time(data: RunData) -> Iterator[Line]:
     """Durations, rates over all of the time, and what it cost."""
     rows, wall_s, (units, unit), parts = data.rows, data.ended - data.began, data.units, occupied(data)
     used = np.average(parts["occupied"], weights=parts["seconds"]) if parts["seconds"].sum() > 0 else nan
-    tokens, hours, latency = float(rows["completion_tokens"].sum()), units * wall_s / 3600, rows["latency_s"]
+    tokens, hours, latency = counted(rows["completion_tokens"]), units * wall_s / 3600, rows["latency_s"]
+    idle = "loading models is not in it" + ", nor servers that stayed up while it was stopped" * bool(data.stopped)
     over = f"finished rows, over the {duration(data.busy_s)} in which a request was in flight"
-    yield "wall time", wall_s, "s", f"{duration(wall_s)}: first request to last answer, pauses between starts included"
+    left_out = f"; {data.stopped}, left out of all that follows" if data.stopped else ""
+    yield "running time", wall_s, "s", f"{duration(wall_s)}: first request to last answer{left_out}"
     yield "busy time", data.busy_s, "s", "the part of it with at least one request of a finished row in flight"
     yield "time left", *time_left(data)
     yield "client rate", tokens / data.busy_s, _RATE, over
@@ -103,7 +109,7 @@ def _time(data: RunData) -> Iterator[Line]:
     yield "slots occupied, first to 98 %", *slots(data)
     yield "latency, median", float(latency.median()), "s", "sent to last byte, queueing in the server included"
     yield "latency, 95th percentile", float(latency.quantile(0.95)), "s", "as above"
-    yield f"{unit}-hours", hours, "h", f"{units:,} {unit}(s) times the wall time; loading models is not in it"
+    yield f"{unit}-hours", hours, "h", f"{units:,} {unit}(s) times the running time; {idle}"
     yield f"{unit}-hours per million tokens", hours / tokens * 1e6 if tokens else nan, "h", "completion tokens done"
     if len(data.gpus):
         for name, (words, unit) in GPUS.items():
@@ -123,28 +129,37 @@ def slots(data: RunData) -> tuple[float, str, str]:
     return told["occupied"] / told["there"], "share", how + f"away for {duration(told['away_s'])}, which does not count"
 
 
+def _told(data: RunData) -> Mapping[str, float] | None:
+    """The mean length as the run's process knew it, also one that was killed: what was in flight is counted in."""
+    status = data.status or {}
+    told = None if data.is_settled or status.get("state") in FINAL_STATES else status.get("mean_completion_tokens")
+    return told if isinstance(told, Mapping) else None
+
+
 def mean_tokens(data: RunData) -> tuple[float, str]:
-    """The mean length of answers, with those in flight where the run goes on and told; and how it was had."""
-    told = (data.status or {}).get("mean_completion_tokens")
-    if data.is_going and isinstance(told, Mapping):
+    """The mean length of answers, with those in flight where that was told; and how it was had."""
+    if told := _told(data):
         return float(told["value"]), f"answers in flight counted in; {told['low']:,.0f} to {told['high']:,.0f} at 95 %"
-    short = "" if data.is_settled else "; biased short while longer answers are still in flight"
-    return float(data.rows["completion_tokens"].mean()), _COUNTED + short
+    rows, short = data.rows, "; biased short while longer answers are still in flight"
+    known = rows[rows["submitted_at"] <= known_until(data)]
+    if data.is_settled or 2 * len(known) < len(rows):
+        return float(rows["completion_tokens"].mean()), _COUNTED + short * (not data.is_settled)
+    return float(known["completion_tokens"].mean()), f"{_COUNTED} that were sent before the last ones that are open"
 
 
 def time_left(data: RunData) -> tuple[float, str, str]:
     """Seconds until all rows are done, their unit, and who says so."""
     if not data.missing:
         return 0.0, "s", "no row is missing"
-    status, rate = data.status or {}, steady(data).decoded
+    status, rate, (mean, how) = data.status or {}, steady(data).decoded, mean_tokens(data)
     if data.is_going and status.get("whole_eta_s") is not None:
         left, low, high = (duration(status[f"whole_eta_{end}s"]) for end in ("", "low_", "high_"))
         said, here = f"{left}: as its process says of all rows; at 95 % {low} to {high}", duration(status["eta_s"])
         ends = f". This start ends before: its own rows take {here}" if status["rows_of_later_starts"] else ""
         return float(status["whole_eta_s"]), "s", said + ends
-    left_s = data.missing * mean_tokens(data)[0] / rate if rate > 0 else nan
-    how = f"{duration(left_s)}: all {data.missing:,} missing rows, of the mean length, decoded as fast as above"
-    return left_s, "s", how
+    left_s = data.missing * mean / rate if rate > 0 else nan
+    said = f"{duration(left_s)}: all {data.missing:,} missing rows, of the mean length, decoded as fast as above; {how}"
+    return left_s, "s", said
 
 
 def planned(data: RunData, root: Path) -> Planned | None:
@@ -177,16 +192,17 @@ def plan(data: RunData, model: Planned | None) -> Table:
         ):
             ratio = got / expected if expected and isfinite(got) else None
             lines.append({"what": what, "unit": unit, "planned": expected, "measured": got, "ratio": ratio})
-    note = "Budget and time: with what is missing, at mean length and rate so far. Running to decoded: steady state."
+    note = f"Budget and time: with what is missing, at mean length ({mean_tokens(data)[1]}) and rate so far. Running to"
+    note += " decoded: steady state."
     note = note if lines else "No `plan` that this run could be compared with."
     return Table(name="plan", title="Against the plan", rows=lines, note=note)
 
 
 def off_plan(data: RunData, model: Planned | None) -> Iterator[Finding]:
     """Findings on mean length and token budget, where they leave the plan by more than chance, or open answers, do."""
-    tokens, told = data.rows["completion_tokens"].dropna(), (data.status or {}).get("mean_completion_tokens")
+    tokens, told = data.rows["completion_tokens"].dropna(), _told(data)
     chance = 2 * float(tokens.std()) / sqrt(len(tokens)) / float(tokens.mean()) if len(tokens) > 1 else 1.0
-    if data.is_going and isinstance(told, Mapping):
+    if told:
         chance = (told["high"] - told["low"]) / 2 / told["value"]
     elif not data.is_settled:
         chance += float(flight(data)[1].max(initial=0.0)) / max(1, len(tokens))
@@ -266,6 +282,9 @@ def comparison(data: RunData, others: Mapping[str, RunData | str]) -> Table:
     told_of = {key: [str(each.get(key, "-")) for each in settings] for key in keys}
     differs = "; ".join(f"{key}: {', '.join(each)}" for key, each in told_of.items() if len(set(each)) > 1)
     notes = [f"Settings that differ: {differs or 'none'}." if others else "None in report.compare."]
+    prints = [run.run.get("fingerprint", {}) for run in runs]
+    if unlike := [name for name in prints[-1] if len({each.get(name) for each in prints}) > 1]:
+        notes.append(f"NOT ALIKE, by their fingerprints: {', '.join(unlike)}. Rates and lengths depend on that too.")
     if sources[0] != sources[-1]:
         notes.append("What was decoded is measured by different things, so there is no ratio of it.")
     notes += [f"{run[0].upper()}{run[1:]}: correct report.compare." for run in others.values() if isinstance(run, str)]

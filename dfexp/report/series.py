@@ -10,7 +10,7 @@ import pandas as pd
 
 from dfexp.diagnose import phase
 from dfexp.estimate import Array, Samples, away, client_rate, reconcile, server_rate, tokens_in_flight
-from dfexp.report.data import RunData, levels, once
+from dfexp.report.data import RunData, counted, levels, once
 
 REQUESTS = {"num_running_reqs": "running", "num_queue_reqs": "queued"}
 POOLS = {"full_token_usage": "KV usage", "mamba_usage": "state usage"}
@@ -74,7 +74,8 @@ def steady(data: RunData) -> Measured:
     found, window = [samples for kind, samples in phases if kind == "steady"], None
     times, level, _ = flight(data)
     if found and 2 * len(found) >= len(phases):
-        window = max(part[0].at for part in found), min(part[-1].at for part in found)
+        start, end = data.running([(part[0].at, part[-1].at) for part in found]).T
+        window = float(start.max()), float(end.min())
         words = "steady state, found in the servers' samples"
     if (window is None or window[1] - window[0] < _LEAST_S) and len(times):
         window, words = _full(times, level), f"at least {_FULL:.0%} of the most requests in flight"
@@ -100,7 +101,8 @@ def _rates(data: RunData, start: float, end: float) -> dict[str, float]:
     """The four rates of a window; beyond what is known of the requests the servers' alone."""
     rates, counters = dict.fromkeys(_RATES, np.nan), _counters(data)
     sent, ended = (data.rows[name].to_numpy() for name in ("submitted_at", "finished_at"))
-    rows = sent, ended, data.rows["completion_tokens"].fillna(0.0).to_numpy()
+    tokens = data.rows["completion_tokens"]
+    rows = sent, ended, tokens.fillna(0.0 * counted(tokens)).to_numpy()  # NaN: not known
     if not end > start:
         return rates
     if end > known_until(data):
@@ -121,7 +123,8 @@ def server_rates(data: RunData, found: Measured) -> list[float | None]:
 def _counters(data: RunData) -> list[Samples]:
     """Each server's counter; of one that went down and never came back it is known that it made nothing more."""
     lasts = {one["server"]: one["event"] for one in data.events if one["event"] in ("server_down", "server_back")}
-    pairs = {each.name: ([one.at for one in each.samples], [one.realtime_decode_tokens_total for one in each.samples])
+    pairs = {each.name: (data.running([one.at for one in each.samples]).tolist(),
+                         [one.realtime_decode_tokens_total for one in each.samples])
              for each in data.watched}  # fmt: skip
     return [away(pair, data.ended) if lasts.get(name) == "server_down" else pair for name, pair in pairs.items()]
 
@@ -154,7 +157,8 @@ def _widths(data: RunData, frame: pd.DataFrame) -> pd.DataFrame:
 def throughput(data: RunData) -> pd.DataFrame:
     """Client rates per server and bin, by when answers finished; `start_s` and `width_s` since the first request."""
     by = data.rows.groupby(["server", _binned(data, data.rows["finished_at"])], observed=True)["completion_tokens"]
-    sums = _widths(data, by.agg(completion_tok_per_s="sum", rows_per_s="size").reset_index())
+    sums = pd.DataFrame({"completion_tok_per_s": by.sum(min_count=1), "rows_per_s": by.size()}).reset_index()
+    sums = _widths(data, sums)
     sums[["completion_tok_per_s", "rows_per_s"]] = sums[["completion_tok_per_s", "rows_per_s"]].div(sums["width_s"], 0)
     return sums.astype({"server": str})
 
