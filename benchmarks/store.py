@@ -207,9 +207,8 @@ def main() -> None:  # noqa: D103
         events = [json.loads(line)["event"] for line in stored.folder.events.read_text().splitlines()]
         again = restored(server.url, "benchmark", args.folder / "elsewhere")
         attack = attacked(group, server.url)
-    rate = {
-        side: mean_rate([turn for turn in turns[1:-1] if turn["side"] == side]) for side in ("with", "without")
-    }  # without the first turn, which starts everything, and the last, which is cut short
+    middle = turns[1:-1] if len(turns) > 8 else turns  # the first one starts everything, the last is cut short
+    rate = {side: mean_rate([turn for turn in middle if turn["side"] == side]) for side in ("with", "without")}
     away = [turn for turn in turns if turn["state"] != "up"]
     rows = [
         ("shards uploaded", f"{verdict.shards:,} of {args.shards:,}, {verdict.bytes / 1e9:.2f} GB"),

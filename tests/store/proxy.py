@@ -98,6 +98,13 @@ class _Handler(BaseHTTPRequestHandler):
         said = f"{self.headers.get('Authorization')} {KEY} {SECRET} {self.headers.get('X-Amz-Security-Token')}"
         self._answer(403, _ERROR.format("AccessDenied", said))
 
+    def _no_conditions(self, body: bytes) -> None:
+        """A store that refuses what it does not know."""
+        if "If-None-Match" in self.headers or "If-Match" in self.headers:
+            self._answer(501, _ERROR.format("NotImplemented", "A header you provided implies functionality ..."))
+        else:
+            self._forward(body)
+
     def _stall(self, _: bytes) -> None:
         self.owner.closing.wait()
         self.close_connection = True

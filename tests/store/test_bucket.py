@@ -146,6 +146,15 @@ def test_an_old_gateway_is_known_and_looked_at_before_each_put(place: Place) -> 
     assert place.all_keys() == ["expansion/r/free", "expansion/r/k", "expansion/r/m"]
 
 
+def test_a_store_that_refuses_conditions_is_used_without_where_that_is_allowed(place: Place) -> None:
+    with Proxy(place.url, lambda method, path, before: "no_conditions") as proxy:
+        bucket = Bucket(place.group(endpoint_url=proxy.url), "r")
+        assert not bucket.probe()
+        bucket.is_conditional = False
+        assert put(bucket).is_new
+        assert not put(bucket).is_new
+
+
 def test_what_nobody_can_wait_out_is_told_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match="NoSuchBucket") as raised:
         Bucket(place.group(bucket="no-such-bucket"), "r").sizes()

@@ -128,14 +128,14 @@ async def test_preflight_looks_at_the_store(project: Project, place: Place) -> N
 @pytest.mark.slow
 def test_the_benchmark_in_small(tmp_path: Path) -> None:
     """A store that is killed for seconds while shards of 5 MB are written: nothing lost, nothing twice, no waiting."""
-    command = [sys.executable, "benchmarks/store.py", "--shards", "30", "--away-s", "3", "--turn-s", "3"]
+    command = [sys.executable, "benchmarks/store.py", "--shards", "14", "--away-s", "2", "--turn-s", "2"]
     command += ["--rows-per-s", "1500", "--folder", str(tmp_path / "b")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = {line[:34].strip(): line[34:] for line in done.stdout.splitlines()}
-    assert said["shards uploaded"].startswith("30 of 30, 0.1")
-    assert said["lost, differing, foreign, twice"] == "0, 0 [], 0, rows 15,000"
+    assert said["shards uploaded"].startswith("14 of 14, 0.07 GB")
+    assert said["lost, differing, foreign, twice"] == "0, 0 [], 0, rows 7,000"
     assert float(said["answers/s while S3 was killed"]) > 0
     assert said["events"] == "{'store_opened': 1, 'store_away': 1, 'store_answers_again': 1}"
-    assert said["restore of the done-set"].startswith("15,000 rows in ")
+    assert said["restore of the done-set"].startswith("7,000 rows in ")
     assert said["puts over 20 foreign objects"] == "20 errors, 0 replaced, 20 as they were"
