@@ -56,10 +56,10 @@ def record(number: int, text: str) -> dict[str, Any]:
     )[number % 4]
 
 
-def write(path: Path, number: int) -> None:
+def write(path: Path, number: int, seed: int) -> None:
     """A source of so many prompts."""
     with path.open("w") as file:
-        file.writelines(json.dumps(record(n, text)) + "\n" for n, text in enumerate(texts(number)))
+        file.writelines(json.dumps(record(n, text)) + "\n" for n, text in enumerate(texts(number, seed)))
 
 
 def tokenizer(path: Path) -> None:
@@ -97,8 +97,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        write(root / "all.jsonl", args.prompts)
-        write(root / "few.jsonl", args.filters)
+        write(root / "all.jsonl", args.prompts, 1)
+        write(root / "few.jsonl", args.filters, 2)
         tokenizer(root / "tokenizer.json")
         exact = {"duplicates": {"exact": True}}
         tokens = {"filters": {"max_tokens": 4096, "tokenizer": "tokenizer.json"}}

@@ -16,7 +16,7 @@ _WORD = re.compile(
     r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+"
 )  # of scripts without spaces, a letter
 _SHINGLE, _HASHES, _SEED = 3, 128, 1
-_LANGUAGE_CHARS = 2000  # tell the language
+_LANGUAGE_CHARS = 300  # tell the language
 LONG_CHARS = 100_000
 
 Check = Callable[[str, str], None]
