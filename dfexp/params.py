@@ -194,7 +194,7 @@ class StoreGroup(Group):
     storage_class: EnvName | None = Field(None, description="of shards and prompts; default: the bucket's")
     allow_unconditional: bool = Field(False, description="use a store that ignores If-None-Match: look, then put")
     concurrency: int = Field(4, ge=1, le=64, description="uploads at once")
-    timeout_s: float = Field(60.0, ge=1, description="time without a byte after which a request is sent again")
+    timeout_s: float = Field(30.0, ge=1, description="time without a byte after which a request is sent again")
     drain_s: float = Field(600.0, ge=0, description="time that uploads get when the run has ended or was stopped")
 
     @model_validator(mode="after")

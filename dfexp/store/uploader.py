@@ -193,9 +193,9 @@ class Uploader:
             self._put_failures()
             self._owner = self._owner.model_copy(update={"is_released": True})
             self._put_record()
-        except (DfexpError, OSError) as error:
+        except Exception as error:  # also a defect of this part: the run goes on without it, and says so
             if not self._stopped.is_set():
-                self.ended_by = str(error)
+                self.ended_by = str(error) if isinstance(error, DfexpError) else repr(error)
                 self._tell("store_ended", detail=self.ended_by)
                 self._stopped.set()
 
@@ -216,10 +216,10 @@ class Uploader:
                 note = {"to": self._bucket.url(COMPLETIONS + entry.name), "etag": put.etag, "at": time.time()}
                 entry = entry.model_copy(update={"uploaded": note})
                 self._shards.note_uploaded(entry)
-            except (StoreError, OSError) as problem:
+            except Exception as problem:
                 if self._stopped.is_set():
                     return
-                error = str(problem)
+                error = str(problem) if isinstance(problem, DfexpError) else repr(problem)
                 self._tell("store_refused", shard=entry.name, detail=error)
             with self._changed:
                 del self._waiting[entry.name]
