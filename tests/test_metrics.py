@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dfexp.engines.pages import from_server_info
-from dfexp.metrics import from_log, from_log_line, from_metrics
+from dfexp.metrics import from_log, from_log_line, from_metrics, stretches
 from dfexp.records import EngineSample
 
 DATA = Path(__file__).parent / "data"
@@ -473,3 +473,23 @@ def test_a_sample_is_written_and_read() -> None:
     assert EngineSample.from_json({**json.loads(line), "of_a_newer_version": 1}) == sample
     with pytest.raises(TypeError, match="server"):
         EngineSample.from_json({"at": 5.0})
+
+
+def test_a_line_that_was_cut_off_takes_what_it_may_belong_to_with_it() -> None:
+    """It may be the other rank's: the number of the first alone would be a wrong sum."""
+    page = 'sglang:num_running_reqs{dp_rank="0"} 5\nsglang:num_queue_reqs{dp_rank="0"} 3\n'
+    assert said(page) == {"num_running_reqs": 5, "num_queue_reqs": 3}
+    assert said(page + "sglang:num_runn") == {"num_queue_reqs": 3}
+    assert said(page + 'sglang:num_queue_reqs{dp_rank="1"} 1') == {"num_running_reqs": 5}
+
+
+def test_processes_that_repeat_a_counter_say_the_same() -> None:
+    page = 'sglang:num_requests_total{pid="1"} 5\nsglang:num_requests_total{pid="2"} 7\n'
+    assert said(page) == {"num_requests_total": 7}
+
+
+def test_a_stretch_ends_where_nobody_looked() -> None:
+    """A look every 20 s: two that are missed are none, seven are, more than 30 s or not."""
+    times = [*range(0, 200, 20), *range(240, 400, 20), *range(540, 700, 20)]
+    found = stretches([EngineSample(at=float(at), server="a:1", num_running_reqs=1) for at in times], idle_s=30.0)
+    assert [(part[0].at, part[-1].at) for part in found] == [(0, 380), (540, 680)]

@@ -72,6 +72,16 @@ def test_ten_answers_are_shown_in_full_whatever_is_in_them(tmp_path: Path) -> No
     assert "5 + 10 tokens, ended by stop" in page
 
 
+def test_of_one_answer_there_are_no_bounds(tmp_path: Path) -> None:
+    facts, page, missing = told(tmp_path, range(1))
+    assert (facts["done"], missing) == (1, 0)
+    assert facts["mean_tokens"] == {"value": 10.0, "low": None, "high": None}
+    assert facts["time_left_s"]["value"] > 0
+    assert facts["time_left_s"]["low"] is facts["tok_per_s"]["high"] is None
+    assert "- mean tokens: 10.0\n" in page
+    assert "[" not in page.partition("In brackets")[0]
+
+
 def test_only_answers_of_the_sample_are_shown(tmp_path: Path) -> None:
     made, sample = folder(tmp_path), range(25, 40)
     for seed in range(3):

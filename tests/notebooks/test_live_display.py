@@ -34,7 +34,9 @@ def executed(folder: Path, updates: int) -> tuple[Any, int]:
     cell, kernel = nbformat.v4.new_code_cell(CELL.replace("UPDATES", str(updates))), {"name": "python3"}
     metadata = {"kernelspec": {**kernel, "display_name": "Python 3", "language": "python"}}
     nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata=metadata), source)
-    papermill.execute_notebook(str(source), str(made), cwd=str(ROOT), progress_bar=False, autosave_cell_every=1)
+    papermill.execute_notebook(
+        str(source), str(made), cwd=str(ROOT), progress_bar=False, autosave_cell_every=1, iopub_timeout=600
+    )
     return nbformat.read(made, as_version=4), made.stat().st_size
 
 

@@ -17,7 +17,7 @@ from dfexp.report import RunData, details, overview, series
 from dfexp.tables import Table
 from dfexp.virtual_time import CLOCK
 from tests.finished_run import START, row, status, write_run
-from tests.report.simulated_run import write
+from tests.report.simulated_run import played, spec_of, write
 
 
 def values(table: Table) -> dict[str, Any]:
@@ -195,6 +195,25 @@ def test_of_a_run_that_goes_on_only_the_servers_are_known_to_the_end(tmp_path: P
     assert rates.loc[~known, "client"].isna().all()
     assert rates["server"].tolist()[1:-1] == pytest.approx([2 * 1140] * (len(rates) - 2), rel=0.1)
     assert list(series.occupied(data)["part"]) == ["start", "middle"], "nothing is a tail yet"
+    assert series.steady(data).end == series.known_until(data), "of what came later nobody knows what was in flight"
+    assert series.steady(data).client == pytest.approx(2 * 1140, rel=0.1)
+    hours = next(line for line in overview.plan(data, overview.planned(data, tmp_path)).rows if line["unit"] == "h")
+    assert hours["measured"] == pytest.approx((data.ended - data.began + 3600) / 3600), "what is left is in it"
+
+
+def test_the_steady_time_of_all_is_that_in_which_each_was_steady(tmp_path: Path) -> None:
+    """The second server came ten minutes after the first."""
+    rows, samples = played("after", 1500)
+    late_s = {"127.0.0.1:30001": 600.0}
+    rows = [replace(each, submitted_at=each.submitted_at + late_s.get(each.server, 0.0)) for each in rows]
+    samples = [{**each, "at": each["at"] + late_s.get(each["server"], 0.0)} for each in samples]
+    ends = {name: max(each["at"] for each in samples if each["server"] == name) for name in ("127.0.0.1:30000",)}
+    folder = write_run(tmp_path, rows, samples=samples, rows_per_shard=500, **spec_of("after", prompts=1500))
+    data = report.load(folder)
+    found = series.steady(data)
+    assert found.words == "steady state, found in the servers' samples"
+    assert START + 600 < found.start < found.end < ends["127.0.0.1:30000"]
+    assert found.decoded == pytest.approx(2 * 1140, rel=0.05)
 
 
 def test_slots_of_start_middle_and_tail(tmp_path: Path) -> None:

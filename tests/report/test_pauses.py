@@ -79,6 +79,9 @@ def test_figures_have_bins_of_running_time_and_mark_where_it_was_stopped(tmp_pat
         widths |= {words for words in ("2 min 00 s", "1 min 00 s") if words in title.subtitle.text}
     assert widths == {"2 min 00 s"}, "one width in all of them"
     assert max(series.throughput(data)["width_s"]) <= 180
+    rates, (end,) = series.rates(data), data.running(data.gaps[:, 0]) - data.began
+    late = rates[(rates["start_s"] > end + 600) & (rates["start_s"] < end + 1200)]
+    assert late["server"].to_numpy() == pytest.approx(2 * 1140, rel=0.1), "counters go on in the time of the rows"
 
 
 def test_a_clock_that_jumps_a_day_is_a_pause_and_so_is_one_stray_time(tmp_path: Path) -> None:
