@@ -152,6 +152,7 @@ def gpus(data: report.RunData) -> Chart | None:
     subtitle = f"Mean GPU, and from the lowest to the highest of {data.gpus['gpu'].nunique()}, of each {_width(data)}"
     chart = _over_time(figure, data, "What the GPUs did", subtitle, "", figure.layout.yaxis.title.text)
     figure.update_xaxes(title_text=title, row=rows, col=1)
+    figure.update_shapes(selector=lambda mark: mark.xref != "x", showlegend=False)  # named once for all panels
     return chart
 
 

@@ -84,6 +84,16 @@ def test_figures_have_bins_of_running_time_and_mark_where_it_was_stopped(tmp_pat
     assert late["server"].to_numpy() == pytest.approx(2 * 1140, rel=0.1), "counters go on in the time of the rows"
 
 
+def test_a_pause_is_named_once_in_the_panels_of_gpus(tmp_path: Path) -> None:
+    rows = [row(i, submitted_at=START + i + NIGHT * (i > 50)) for i in range(100)]
+    looks = [{"gpu": 0, "at": each.submitted_at, "utilization": 0.5, "power_w": 300} for each in rows]
+    events = [started(START), started(START + NIGHT + 51)]
+    chart = figures.gpus(report.load(write_run(tmp_path, rows, samples=looks, events=events, rows_per_shard=100)))
+    assert chart is not None
+    assert [mark.showlegend for mark in chart.figure.layout.shapes] == [True, False, False]
+    assert {mark.name for mark in chart.figure.layout.shapes} == {"stopped in between: 7 h 59 min"}
+
+
 def test_a_clock_that_jumps_a_day_is_a_pause_and_so_is_one_stray_time(tmp_path: Path) -> None:
     rows = [row(i, latency_s=20.0, submitted_at=START + i + 86_400 * (i > 150)) for i in range(300)]
     jumped = values(report.load(write_run(tmp_path, rows, name="jumped", rows_per_shard=100)))
