@@ -56,7 +56,7 @@ _TWO_WAYS = (
 
 
 _SET = (
-    ("--to", {"type": Path, "required": True, "metavar": "PATH", "help": "a new file: .jsonl, .messages.jsonl, .parquet"}),
+    ("--to", {"type": Path, "required": True, "metavar": "PATH", "help": "new file: .jsonl, .messages.jsonl, .parquet"}),
     ("--format", {"choices": ("conversations", "messages", "parquet"), "help": "default: by the suffix"}),
     ("--thinking", {"choices": ("inline", "apart", "dropped"), "default": "inline",
                     "help": "thoughts: as the model wrote them, as reasoning_content, or left out"}),
@@ -65,14 +65,14 @@ _SET = (
     ("--min-tokens", {"type": int, "default": 0, "help": "fewest tokens of an answer"}),
     ("--max-tokens", {"type": int, "help": "most tokens of an answer"}),
     ("--validation", {"type": amount, "default": 0.0, "help": "share of prompts for a second file, such as 0.02"}),
-    ("--merge", {"type": Path, "metavar": "FILE", "help": "an earlier set, whose rows come first; it is left as it is"}),
+    ("--merge", {"type": Path, "metavar": "FILE", "help": "an earlier set: its rows come first, it stays as it is"}),
     ("--name", {"help": "name of the set, with which the ids of its rows begin; default: the run's"}),
     ("--license", {"action": "append", "default": [], "metavar": "[SOURCE=]LICENCE", "help": "for the card"}),
 )  # fmt: skip
 
 
 _RESTORED = (
-    ("--from", {"dest": "source", "metavar": "s3://BUCKET/PREFIX/RUN", "help": "its place; endpoint as boto3 finds it"}),
+    ("--from", {"dest": "source", "metavar": "s3://BUCKET/PREFIX/RUN", "help": "its place; endpoint as boto3 has it"}),
     ("--params", {"type": Path, "metavar": "PARAMS", "help": "or a parameter file, whose store group says so"}),
     ("--rows", {"action": "store_true", "help": "download the shards too; alone: of a folder that is there"}),
 )
