@@ -56,7 +56,7 @@ _TWO_WAYS = (
 
 
 _SET = (
-    ("--to", {"type": Path, "required": True, "metavar": "PATH", "help": "new file: .jsonl, .messages.jsonl, .parquet"}),
+    ("--to", {"type": Path, "required": True, "metavar": "PATH", "help": "new: .jsonl, .messages.jsonl, .parquet"}),
     ("--format", {"choices": ("conversations", "messages", "parquet"), "help": "default: by the suffix"}),
     ("--thinking", {"choices": ("inline", "apart", "dropped"), "default": "inline",
                     "help": "thoughts: as the model wrote them, as reasoning_content, or left out"}),
