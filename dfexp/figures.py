@@ -40,7 +40,7 @@ _LAYOUT = {
         "x": 0, "xref": "paper", "xanchor": "left", "yref": "container", "yanchor": "top",
         "font": {"size": 17}, "subtitle": {"font": {"size": 12.5, "color": "#555"}},
     },
-    "colorway": PALETTE, "paper_bgcolor": "white", "plot_bgcolor": "white", "height": _HEIGHT, "bargap": 0,
+    "colorway": PALETTE, "paper_bgcolor": "white", "plot_bgcolor": "white", "bargap": 0,
     "margin": {"l": 70, "r": 24, "t": 96, "b": 92}, "xaxis": _AXIS, "yaxis": _AXIS, "hovermode": "closest",
     "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom"},
 }  # fmt: skip
@@ -53,10 +53,11 @@ class Chart:
         self.figure = figure
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        config = {"displaylogo": False, "responsive": True}
+        config = {"displaylogo": False}  # JupyterLab fits figures into its windows itself; done twice, they collapse
+        page = {**config, "responsive": True}
         return {
             "application/vnd.plotly.v1+json": {**json.loads(self.figure.to_json()), "config": config},
-            "text/html": self.figure.to_html(include_plotlyjs=False, full_html=False, config=config),
+            "text/html": self.figure.to_html(include_plotlyjs=False, full_html=False, config=page),
             "text/plain": f"figure: {self.figure.layout.title.text}",
         }
 
@@ -267,6 +268,7 @@ def finish(figure: go.Figure, source: str, title: str, subtitle: str, x: str, y:
     legend = {"orientation": "v", "x": 1.02, "y": 1.0, "yanchor": "top"} if named > _BESIDE else {}
     is_named = named > 1 or figure.layout.barmode == "stack"  # whose bars say by their colour what they are
     figure.update_layout(template={"layout": _LAYOUT}, showlegend=is_named, legend=legend, **words)
+    figure.update_layout(height=figure.layout.height or _HEIGHT)
     figure.add_annotation(
         text=source, xref="paper", yref="paper", x=0, y=0, yshift=-62, xanchor="left", yanchor="top", showarrow=False,
         font={"size": 11, "color": "#777"},

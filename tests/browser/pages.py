@@ -33,7 +33,9 @@ _DECODE = """async data => {
     }
     return {width: picture.width, height: picture.height, counts};
 }"""
-DRAWN = "number => document.querySelectorAll('.js-plotly-plot .nsewdrag').length >= number"
+DRAWN = """number => document.querySelectorAll('.js-plotly-plot .nsewdrag').length >= number
+    && [...document.querySelectorAll('.js-plotly-plot')].every(one => one.clientHeight > 100)"""
+"""So many figures are there, and their places have grown to their size, as JupyterLab lets them a moment later."""
 LAB_ROOM = 820  # pixels that an output has in a JupyterLab that is 1,000 wide
 _TOUCH = 2.0  # pixels that boxes of words may share: they hold the room of accents and descenders
 Box = Sequence[float]
