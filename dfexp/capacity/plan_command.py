@@ -20,9 +20,11 @@ from dfexp.capacity.models import Model, load_model
 from dfexp.capacity.planner import Candidate, Plan, Setting, make_plan
 from dfexp.capacity.shape import GIB
 from dfexp.capacity.throughput import calibrate
-from dfexp.errors import DfexpError, PromptsError
+from dfexp.errors import CorruptShardError, DfexpError, PromptsError
 from dfexp.hardware import Efficiency, UnknownGpu, find_gpu
-from dfexp.params import RunSpec, SglangServers, SimulatedFleet
+from dfexp.jsonl import read_json
+from dfexp.layout import RunFolder
+from dfexp.params import PromptsGroup, RunSpec, SglangServers, SimulatedFleet
 from dfexp.params_plan import LengthPart, PlanGroup
 from dfexp.records import ServerLimits
 
@@ -44,17 +46,25 @@ class Prepared:
 
 
 def prepared_for(spec: RunSpec, root: Path) -> Prepared:
-    """The setting of a run's `plan` group; what it leaves open is measured on the run's prompts.
+    """The setting of a run's `plan` group; what it leaves open is that of its frozen prompts, else of their source.
 
     Raises CapacityError: the file has no `plan` group, or its values are impossible; UnknownGpu.
     """
     plan = plan_of(spec, root)
-    known: dict[str, Any] = {}
-    if plan.prompts is None or plan.shared_prefix_share is None:
-        with suppress(PromptsError):
-            found = prompts.measured(spec.prompts, root)
-            known = {name: found[key] for name, key in MEASURED.items() if getattr(plan, name) is None}
-    return prepare(plan.model_copy(update=known))
+    open_keys = {name: key for name, key in MEASURED.items() if getattr(plan, name) is None}
+    found = _prompts(spec, root) if open_keys else {}
+    return prepare(plan.model_copy(update={name: found.get(key) for name, key in open_keys.items()}))
+
+
+def _prompts(spec: RunSpec, root: Path) -> Mapping[str, Any]:
+    """How many prompts a run has and how much they share: as run.json says, else measured; empty without either."""
+    with suppress(FileNotFoundError, CorruptShardError):  # a run that goes on elsewhere may lack their source
+        run = read_json(RunFolder(root / spec.outputs / spec.run).run_json)
+        if PromptsGroup.model_validate(run["spec"]["prompts"]) == spec.prompts:
+            return dict(run["prompts"])
+    with suppress(PromptsError):
+        return prompts.measured(spec.prompts, root)
+    return {}
 
 
 def plan_of(spec: RunSpec, root: Path) -> PlanGroup:

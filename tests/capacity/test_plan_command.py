@@ -166,6 +166,21 @@ def test_without_prompts_the_share_stays_unmeasured(tmp_path: Path) -> None:
         prepared_for(spec_with(tmp_path, prompts=None), tmp_path)
 
 
+def test_frozen_prompts_of_a_run_count_where_their_source_is_missing_or_has_changed(tmp_path: Path) -> None:
+    spec = spec_with(tmp_path, prompts=None, shared_prefix_share=None)
+    frozen = {"asked": 77, "shared_prefix_share": 0.25}
+    (folder := tmp_path / spec.outputs / spec.run).mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"spec": spec.model_dump(mode="json"), "prompts": frozen}))
+    for source in (None, '{"prompt": "one"}\n'):
+        if source:
+            (tmp_path / "prompts").mkdir()
+            (tmp_path / "prompts" / "expansion_v1.jsonl").write_text(source)
+        setting = prepared_for(spec, tmp_path).setting
+        assert (setting.prompts, setting.workload.shared_prefix_share) == (77, 0.25)
+    others = spec.model_copy(update={"prompts": spec.prompts.model_copy(update={"limit": 1})})
+    assert prepared_for(others, tmp_path).setting.prompts == 1  # a file that means other prompts than the run's
+
+
 def test_a_sample_in_the_file_is_fitted(tmp_path: Path) -> None:
     spec = spec_with(tmp_path, samples=[{"running": 64, "tok_per_s": 1180.0}])
     found = prepared_for(spec, tmp_path).setting.efficiency
