@@ -9,7 +9,13 @@ from typing import ClassVar
 
 
 class DfexpError(Exception):
-    """Root of everything dfexp raises on purpose."""
+    """Root of everything dfexp raises on purpose.
+
+    Class attribute: `exit_status`, of a command that it ends: 1 failed, and may succeed later; 2 what was put in is
+    wrong, so that the same command fails again; 3 stopped.
+    """
+
+    exit_status: ClassVar[int] = 1
 
     def _render_traceback_(self) -> list[str]:
         """Show the message alone in a notebook: the frames of a library say nothing to its user."""
@@ -19,9 +25,13 @@ class DfexpError(Exception):
 class ParamsError(DfexpError):
     """A parameter file, an override or a notebook parameter is wrong. Nothing has been started."""
 
+    exit_status = 2
+
 
 class PromptsError(DfexpError):
     """A source of prompts cannot be read, or holds no usable prompt."""
+
+    exit_status = 2
 
 
 class ControlError(DfexpError):
@@ -38,6 +48,8 @@ class LockedError(ShardError):
 
 class FingerprintError(ShardError):
     """The folder belongs to other prompts, another model or other sampling; the message names what differs."""
+
+    exit_status = 2
 
 
 class CorruptShardError(ShardError):
@@ -79,12 +91,20 @@ class EngineStartError(FleetError):
     """A server ended or stayed silent before it answered its first request; the message has the cause from its log."""
 
 
+class EngineMissing(EngineStartError):
+    """What the engine needs is not there: a package that is not installed, a key that is not set."""
+
+    exit_status = 2
+
+
 class RunError(DfexpError):
     """A generation run cannot start or go on."""
 
 
 class RunStopped(RunError):
     """A run was asked to stop before its last row. Rows reported done are on disk; the message says how to resume."""
+
+    exit_status = 3
 
 
 class ExportError(DfexpError):
@@ -93,6 +113,12 @@ class ExportError(DfexpError):
 
 class NotebookError(DfexpError):
     """A notebook failed while it was run unattended; the message names the notebook, the cell and the cause."""
+
+
+class NotebookInputError(NotebookError):
+    """The same, where the cause is what was put in: the parameters, the prompts, or a run of other ones."""
+
+    exit_status = 2
 
 
 class RequestError(DfexpError):

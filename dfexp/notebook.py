@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any, BinaryIO
 
 from dfexp import errors, fleet, params
-from dfexp.errors import NotebookError, ParamsError, RunStopped
+from dfexp.errors import NotebookError, NotebookInputError, ParamsError, RunStopped
 from dfexp.layout import FleetFolder, RunFolder, project_root
 from dfexp.params_errors import shown
 
@@ -133,7 +133,9 @@ def execute(
     if execution.error == "RunStopped":
         raise RunStopped(execution.message)
     if execution.error:
-        raise NotebookError(f"{name}.ipynb, {execution.message} More is in {page}")
+        status = getattr(getattr(errors, execution.error, None), "exit_status", 1)
+        kind = NotebookInputError if status == NotebookInputError.exit_status else NotebookError
+        raise kind(f"{name}.ipynb, {execution.message} More is in {page}")
     return page
 
 

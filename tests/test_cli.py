@@ -20,6 +20,7 @@ import pytest
 
 from dfexp import cli, control, fleet, generate, params
 from dfexp.cli.attendant import NOTEBOOKS
+from dfexp.generate import identity
 from dfexp.layout import RunFolder
 from dfexp.shards import read_failures, read_rows
 
@@ -103,6 +104,7 @@ def test_a_wrong_file_is_a_clear_error_and_nothing_is_started(
         (["run", "params/small.yaml", "--set", "generation.max_tokns=4"], "Did you mean generation.max_tokens?"),
         (["run", "params/small.yaml", "--set", "nonsense"], "group.key=value"),
         (["run", "params/small.yaml", "--set", "prompts.path=none.jsonl"], "none.jsonl"),
+        (["run", "params/small.yaml", "--set", "prompts.on_bad=fail"], "params/p.jsonl"),
         (["check", "params/small.yaml", "--set", "fleet.servers=0"], "fleet.servers"),
         (["check", "params/small.yaml", *EXTERNAL], "DFEXP_NO_SUCH_KEY"),
         (["run", "params/small.yaml", *EXTERNAL], "DFEXP_NO_SUCH_KEY"),
@@ -115,7 +117,7 @@ def test_a_wrong_file_is_a_clear_error_and_nothing_is_started(
 def test_wrong_input_names_the_value(
     argv: list[str], words: str, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(argv) in (cli.EXIT_WRONG, cli.EXIT_FAILED)
+    assert cli.main(argv) == (cli.EXIT_WRONG if argv[0] != "fleet" else cli.EXIT_FAILED)
     said = capsys.readouterr().err
     assert words in said
     assert "Traceback" not in said
@@ -128,6 +130,16 @@ def test_check_says_what_would_be_run_and_starts_nothing(project: Path, capsys: 
     assert f"{ROWS + 1} prompts" in said
     assert "1 empty" in said
     assert not (project / "outputs").exists()
+
+
+def test_a_run_of_other_prompts_or_sampling_is_wrong_input(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = generate.prepare(params.load(project / "params" / "small.yaml"), project)
+    recorded = json.loads(folder.run_json.read_text())
+    sampling = identity.sampling_text(params.load(project / "params" / "small.yaml").generation)
+    folder.run_json.write_text(json.dumps({**recorded, "fingerprint": {"sampling": sampling}}))
+    for other, words in (("prompts.limit=7", "begun with other prompts"), ("generation.seed=9", "another sampling")):
+        assert cli.main(["run", "params/small.yaml", "--set", other]) == cli.EXIT_WRONG
+        assert words in capsys.readouterr().err
 
 
 def test_status_of_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import dfexp
-from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_WRONG, amount, told
-from dfexp.errors import DfexpError, ParamsError, RunStopped
+from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, amount, told
+from dfexp.cli.common import EXIT_STOPPED as EXIT_STOPPED
+from dfexp.cli.common import EXIT_WRONG as EXIT_WRONG
+from dfexp.errors import DfexpError
 
 _AS_JSON = ("--json", {"action": "store_true", "help": "for machines"})
 _REPORTS = ("file", {"type": Path, "metavar": "FILE", "help": "startup reports, one JSON object a line"})
@@ -86,9 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(importlib.import_module(f"dfexp.cli.{module}"), name)(args))
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         return EXIT_OK
-    except (DfexpError, OSError, KeyboardInterrupt) as error:
-        codes: dict[type, int] = {RunStopped: EXIT_STOPPED, ParamsError: EXIT_WRONG, KeyboardInterrupt: EXIT_CTRL_C}
-        return told(str(error) or "interrupted", codes.get(type(error), EXIT_FAILED))
+    except KeyboardInterrupt as error:
+        return told(str(error) or "interrupted", EXIT_CTRL_C)
+    except (DfexpError, OSError) as error:
+        return told(error, error.exit_status if isinstance(error, DfexpError) else EXIT_FAILED)
 
 
 def _parser() -> argparse.ArgumentParser:

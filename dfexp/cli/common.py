@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from dfexp.errors import RunError
+from dfexp.errors import ParamsError
 from dfexp.layout import RunFolder, project_root
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED, EXIT_CTRL_C = 0, 1, 2, 3, 130
@@ -35,7 +35,7 @@ def find_run(text: str) -> RunFolder:
         if (path / "run.json").is_file():
             return RunFolder(path.resolve())
     known = ", ".join(folder.name for folder in all_runs(root / "outputs")) or "none"
-    raise RunError(
+    raise ParamsError(
         f"no run {text!r}: neither a folder with a run.json nor a name under {root / 'outputs'}. Known: {known}."
     )
 

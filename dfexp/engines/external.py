@@ -10,7 +10,7 @@ from typing import ClassVar
 from dfexp.engines.base import Engine, Server
 from dfexp.engines.http import get_json
 from dfexp.engines.pages import limits_from
-from dfexp.errors import AccessDenied, BadAnswer, FleetError, Refused, ServerFault
+from dfexp.errors import AccessDenied, BadAnswer, EngineMissing, Refused, ServerFault
 from dfexp.layout import FleetFolder
 from dfexp.params import ExternalFleet
 from dfexp.records import EngineSample, ServerLimits
@@ -33,7 +33,7 @@ class ExternalEngine(Engine):
         variable = self.group.api_key_env
         key = os.environ.get(variable, "").strip() if variable else ""
         if variable and not (key and key.isascii() and key.isprintable()):
-            raise FleetError(
+            raise EngineMissing(
                 f"fleet.api_key_env names the environment variable {variable}, which holds no API key (not set, empty,"
                 " or with characters that no HTTP header can carry). Set it, or remove fleet.api_key_env."
             )

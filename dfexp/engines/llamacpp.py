@@ -18,7 +18,7 @@ from typing import ClassVar
 from dfexp.engines.base import Engine, Server, address, free_ports, port_of
 from dfexp.engines.http import get_json, get_text
 from dfexp.engines.pages import limits_from
-from dfexp.errors import EngineStartError
+from dfexp.errors import EngineMissing, EngineStartError
 from dfexp.jsonl import write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import LlamacppFleet
@@ -55,7 +55,7 @@ class LlamacppEngine(Engine):
     def plan(self, folder: FleetFolder, key: str, at: Sequence[Server] = ()) -> list[Server]:
         """One child process per server, its settings and the key in a private file of its own."""
         if importlib.util.find_spec("xllamacpp") is None:
-            raise EngineStartError('the package xllamacpp is missing. Install it: pip install "dfexp[embedded]"')
+            raise EngineMissing('the package xllamacpp is missing. Install it: pip install "dfexp[embedded]"')
         context, trained = self.group.context_length, self._header.get("context_length")
         if trained and context > trained:
             raise EngineStartError(f"fleet.context_length = {context}: the model was trained for {trained}. Lower it.")

@@ -16,7 +16,7 @@ import pytest
 
 from dfexp import fleet, notebook
 from dfexp.control import wait_until
-from dfexp.errors import NotebookError, RunStopped
+from dfexp.errors import NotebookError, NotebookInputError, RunStopped
 from dfexp.layout import RunFolder
 from tests.finished_run import failure, row, write_run
 from tests.notebooks.support import (
@@ -82,6 +82,9 @@ def test_other_failures_name_cell_and_cause(root: Path, folder: RunFolder) -> No
         run(root, folder, "n")
     write_notebook(root, "n", "from dfexp.errors import RunStopped\nraise RunStopped('7 of 9 done')")
     with pytest.raises(RunStopped, match=r"^7 of 9 done$"):
+        run(root, folder, "n")
+    write_notebook(root, "n", "from dfexp.errors import FingerprintError\nraise FingerprintError('of other prompts.')")
+    with pytest.raises(NotebookInputError, match=r"n.ipynb, cell \[3\] .*: of other prompts\."):
         run(root, folder, "n")
 
 
