@@ -7,7 +7,6 @@ import hashlib
 import random
 import re
 import secrets
-import shutil
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError as URLError
 
 from dfexp.errors import StoreConflict, StoreError, StoreTaken, StoreUnavailable
+from dfexp.jsonl import disk
 from dfexp.params import StoreGroup
 from dfexp.params_errors import hide_secrets
 
@@ -41,6 +41,7 @@ _PASSING = {
     "ExpiredToken", "RequestExpired", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded",
 }  # fmt: skip
 _BROKEN = (HTTPClientError, NoConnection, CredentialRetrievalError, ResponseParserError, URLError, OSError)
+_CALLED = (BotoCoreError, ClientError, *_BROKEN, RecursionError)  # the last: redirects without an end
 T = TypeVar("T")
 
 
@@ -49,7 +50,7 @@ class _Failed(Exception):
 
 
 class _Unknown(Exception):
-    """The store does not know conditions."""
+    """The store does not know conditions, which the probe asked for."""
 
 
 class _Missing(Exception):
@@ -112,10 +113,17 @@ class Bucket:
         """An object's name for a person."""
         return f"s3://{self.group.bucket}/{self.base}{key}"
 
-    def put_once(self, key: str, body: bytes | Path, sha256: str) -> Put:
-        """Create an object; one with the same content is success. Raises StoreConflict for one with other content."""
+    def put_once(
+        self, key: str, body: bytes | Path, sha256: str, *, before: Callable[[], None] = lambda: None,
+        is_patient: bool = True,
+    ) -> Put:  # fmt: skip
+        """Create an object; one with the same content is success. Raises StoreConflict for one with other content.
+
+        Args: before, is called before each attempt; is_patient, wait out too what only somebody else can mend.
+        """
 
         def attempt() -> Put:
+            before()
             if self.is_conditional:
                 with suppress(_Failed):
                     return self._put(key, body, sha256, IfNoneMatch="*")
@@ -123,24 +131,32 @@ class Bucket:
                 return self._put(key, body, sha256)
             return self._same(key, sha256)
 
-        return self._repeated(attempt)
+        return self._repeated(attempt, is_patient=is_patient)
 
     def replace(self, key: str, body: bytes, sha256: str, etag: str | None) -> str:
-        """Replace our own object of that ETag, or create it; returns the new ETag. Raises StoreTaken: it is another."""
+        """Replace our own object of that ETag, or create it; returns the new ETag. Raises StoreTaken: it is another.
+
+        One that is gone is created anew, since nobody else has written.
+        """
 
         def attempt() -> str:
-            with suppress(_Failed):
+            nonlocal etag
+            with suppress(_Failed, _Missing, StoreConflict):
                 if self.is_conditional:
                     return self._put(key, body, sha256, **({"IfMatch": etag} if etag else {"IfNoneMatch": "*"})).etag
                 if (self._head(key) or {}).get("ETag") == etag:
                     return self._put(key, body, sha256).etag
-            try:  # a put of ours whose answer was lost
+            if (head := self._head(key)) is None:
+                etag = None
+                raise StoreUnavailable(f"{self.url(key)} is gone; it is put anew")
+            with suppress(StoreConflict):  # a put of ours whose answer was lost
                 return self._same(key, sha256).etag
-            except StoreConflict:
-                raise StoreTaken(
-                    f"{self.url(key)} was replaced by another process: it goes on with this run. Nothing more is "
-                    "uploaded from here; the rows are safe in the run's folder."
-                ) from None
+            if head.get("ETag") == etag:
+                raise StoreUnavailable(f"{self.url(key)} is ours, and the store answered without replacing it")
+            raise StoreTaken(
+                f"{self.url(key)} was replaced by another process: it goes on with this run. Nothing more is uploaded "
+                "from here; the rows are safe in the run's folder."
+            )
 
         return self._repeated(attempt)
 
@@ -229,14 +245,19 @@ class Bucket:
         file.truncate()
         with suppress(_Missing):
             answer = self._call("get_object", Key=key, ChecksumMode="ENABLED")
-            try:
-                shutil.copyfileobj(answer["Body"], file, _PIECE_BYTES)
-            except (BotoCoreError, URLError, OSError) as error:  # cut off, or not what its checksum says
-                raise StoreUnavailable(f"cannot read {self.url(key)}: {self._clean(str(error))}") from None
+            while piece := self._piece(key, answer["Body"]):
+                with disk(f"write what is read from {self.url(key)}"):
+                    file.write(piece)
             if not answer.get("ETag"):
                 raise StoreUnavailable(f"cannot read {self.url(key)}: what answered is no S3 store")
             return answer
         return None
+
+    def _piece(self, key: str, body: Any) -> bytes:
+        try:
+            return bytes(body.read(_PIECE_BYTES))
+        except (BotoCoreError, URLError, OSError) as error:  # cut off, or not what its checksum says
+            raise StoreUnavailable(f"cannot read {self.url(key)}: {self._clean(str(error))}") from None
 
     def _call(self, operation: str, **args: Any) -> dict[str, Any]:
         """One request. What it raises holds nothing of the original error and its texts."""
@@ -245,19 +266,21 @@ class Bucket:
         try:
             answer: dict[str, Any] = getattr(self._s3, operation)(Bucket=self.group.bucket, **args)
             return answer
-        except (BotoCoreError, ClientError, *_BROKEN) as error:
+        except _CALLED as error:
             code = error.response["Error"].get("Code", "") if isinstance(error, ClientError) else ""
-            if code in ("404", "NoSuchKey") and "Key" in args:
+            if code in ("404", "NoSuchKey") and "Key" in args and ("IfMatch" in args or "Body" not in args):
                 raise _Missing from None
-            if code in ("PreconditionFailed", "412"):
+            if code in ("PreconditionFailed", "412") and args.keys() & {"IfMatch", "IfNoneMatch"}:
                 raise _Failed from None
-            if code == "NotImplemented" and args.keys() & {"IfMatch", "IfNoneMatch"}:
+            if code == "NotImplemented" and PROBE in args.get("Key", ""):
                 raise _Unknown from None
             raise self._translated(error, operation.replace("_", " ")) from None
 
     def _translated(self, error: Exception, what: str) -> StoreError:
         """Our error for one of boto3's, without anything secret that it may repeat."""
         words, is_passing = str(error), isinstance(error, _BROKEN)
+        if isinstance(error, RecursionError):
+            words = "it redirects without an end"
         if isinstance(error, ClientError):
             said, status = error.response["Error"], error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             words = f"{said.get('Code')} (HTTP {status}): {said.get('Message', '')[:300]}"
@@ -270,14 +293,14 @@ class Bucket:
             words = words.replace(secret, "***")
         return hide_secrets(" ".join(words.split()))
 
-    def _repeated(self, attempt: Callable[[], T]) -> T:
+    def _repeated(self, attempt: Callable[[], T], *, is_patient: bool = True) -> T:
         """Attempt until it succeeds, or fails in a way that is not waited out."""
         began, tries = time.monotonic(), 0
         while True:
             try:
                 found = attempt()
             except StoreError as error:
-                is_waited_out = error.retryable or (self.limit_s is None and type(error) is StoreError)
+                is_waited_out = error.retryable or (is_patient and self.limit_s is None and type(error) is StoreError)
                 wait_s = random.uniform(0, min(_MOST_WAIT_S, 0.25 * 2 ** min(tries, 10)))  # noqa: S311 (jitter)
                 is_late = self.limit_s is not None and time.monotonic() + wait_s - began > self.limit_s
                 if not is_waited_out or is_late:

@@ -31,7 +31,7 @@ class Proxy:
         """Args: is_old, drop the conditions of puts, as old gateways do; page, the most objects of a listing."""
         self.upstream, self.rule, self.is_old, self.page = urlsplit(url).netloc, rule, is_old, page
         self.seen: Counter[tuple[str, str]] = Counter()
-        self.closing, self.lock = threading.Event(), threading.Lock()
+        self.closing, self.go, self.lock = threading.Event(), threading.Event(), threading.Lock()
         proxy = self
 
         class Handler(_Handler):
@@ -47,6 +47,7 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self.closing.set()
+        self.go.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -104,6 +105,36 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(501, _ERROR.format("NotImplemented", "A header you provided implies functionality ..."))
         else:
             self._forward(body)
+
+    def _gone(self, _: bytes) -> None:
+        self._answer(404, _ERROR.format("NoSuchKey", "The specified key does not exist."))
+
+    def _failed(self, _: bytes) -> None:
+        self._answer(412, _ERROR.format("PreconditionFailed", "At least one of the pre-conditions did not hold."))
+
+    def _empty(self, _: bytes) -> None:
+        self._reply(200, [], b"", 0)
+
+    def _nothing(self, _: bytes) -> None:
+        self._reply(204, [], b"", 0)
+
+    def _redirect(self, _: bytes) -> None:
+        """To itself, for ever."""
+        text = _ERROR.format("TemporaryRedirect", "Please re-send this request.").encode()
+        self._reply(307, [("Location", self.owner.url + self.path), ("Content-Type", "text/xml")], text, len(text))
+
+    def _dribble(self, body: bytes) -> None:
+        """The answer comes in time, byte by byte, and never to its end."""
+        status, headers, data = self._forwarded(body)
+        self._reply(status, headers, data[:1], len(data) + 10_000)
+        while not self.owner.closing.wait(0.2):
+            self.wfile.write(b" ")
+            self.wfile.flush()
+
+    def _held(self, body: bytes) -> None:
+        """It waits until `owner.go`, and then goes its way."""
+        self.owner.go.wait()
+        self._forward(body)
 
     def _stall(self, _: bytes) -> None:
         self.owner.closing.wait()

@@ -30,7 +30,7 @@ def put(bucket: Bucket, data: bytes = BODY, key: str = "k") -> Any:
 @pytest.mark.parametrize(
     "fault",
     ["slow_down", "internal", "timeout", "busy", "false_success", "html", "bad_gateway", "cut", "lost_answer",
-     "corrupt", "wrong_checksum", "stall"],
+     "corrupt", "wrong_checksum", "stall", "failed", "empty", "nothing"],
 )  # fmt: skip
 def test_a_put_survives(fault: str, place: Place) -> None:
     with Proxy(place.url, lambda method, path, before: fault if method == "PUT" and before < 2 else None) as proxy:
@@ -122,6 +122,48 @@ def test_a_replacement_whose_answer_was_lost_is_not_taken_for_another_process(pl
     ) as proxy:
         etag = Bucket(place.group(endpoint_url=proxy.url), "r").replace("m", b"two", sha256(b"two"), first)
     assert etag == place.s3.head_object(Bucket=place.name, Key="expansion/r/m")["ETag"]
+
+
+@pytest.mark.parametrize("fault", ["gone", "failed", "empty", "nothing", "false_success", "html", "cut_answer", "busy"])
+def test_a_replacement_survives(fault: str, place: Place) -> None:
+    """None of it is another process."""
+    first = Bucket(place.group(), "r").replace("m", b"one", sha256(b"one"), None)
+    with Proxy(place.url, lambda method, path, before: fault if method == "PUT" and before < 2 else None) as proxy:
+        etag = Bucket(place.group(endpoint_url=proxy.url), "r").replace("m", b"two", sha256(b"two"), first)
+    assert etag == place.s3.head_object(Bucket=place.name, Key="expansion/r/m")["ETag"]
+    assert place.read("expansion/r/m") == b"two"
+
+
+def test_what_is_gone_is_created_anew_and_told(place: Place) -> None:
+    told = list[StoreError | None]()
+    bucket = Bucket(place.group(), "r", told=told.append)
+    first = bucket.replace("m", b"one", sha256(b"one"), None)
+    place.s3.delete_object(Bucket=place.name, Key="expansion/r/m")
+    assert bucket.replace("m", b"two", sha256(b"two"), first)
+    assert place.read("expansion/r/m") == b"two"
+    assert [str(error).rpartition("/")[2] for error in told if error] == ["m is gone; it is put anew"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("no_conditions", r"NotImplemented \(HTTP 501\)"), ("redirect", "redirects without an end"),
+     ("failed", "answered without replacing it"), ("nothing", "answered without replacing it")],
+)  # fmt: skip
+def test_an_odd_answer_to_a_replacement_is_told_in_words(fault: str, words: str, place: Place) -> None:
+    first = Bucket(place.group(), "r").replace("m", b"one", sha256(b"one"), None)
+    hit = ("PUT", "HEAD") if fault == "redirect" else ("PUT",)
+    with Proxy(place.url, lambda method, path, before: fault if method in hit else None) as proxy:
+        bucket = Bucket(place.group(endpoint_url=proxy.url), "r", limit_s=0.5)
+        with pytest.raises(StoreError, match=words):
+            bucket.replace("m", b"two", sha256(b"two"), first)
+    assert place.read("expansion/r/m") == b"one"
+
+
+def test_the_checksum_that_a_put_is_answered_with_is_compared(place: Place) -> None:
+    """An answer that repeats another one is no success: the object itself is looked at."""
+    with Proxy(place.url, lambda method, path, before: "wrong_checksum" if method == "PUT" else None) as proxy:
+        assert not put(Bucket(place.group(endpoint_url=proxy.url), "r")).is_new
+        assert proxy.seen["HEAD", f"/{place.name}/expansion/r/k"] >= 1
 
 
 def test_a_store_with_conditions_is_known_and_nothing_is_left_of_the_probe(place: Place) -> None:
