@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,8 @@ def restore(name: str, group: StoreGroup, root: Path) -> Restored:
         raise StoreError(f"{folder.path} is there already. For its rows: dfexp store restore {name} --rows.")
     made = RunFolder(folder.path.with_name(f".{name}.restoring"))
     shutil.rmtree(made.path, ignore_errors=True)
-    with disk(f"write to {made.path}"):
+    with disk(f"write to {made.path}"), ExitStack() as stack:
+        stack.callback(shutil.rmtree, made.path, ignore_errors=True)  # there is none any more if all went well
         made.completions.mkdir(parents=True)
         with made.prompts.open("wb") as file:
             prompts_into(bucket, file, run["prompts"]["sha256"])
@@ -109,20 +110,21 @@ def _shards(bucket: Bucket, found: Contents, made: RunFolder, total: int) -> tup
 def _download(bucket: Bucket, path: Path, entry: ShardEntry | None) -> None:
     """A shard under its name, whole, flushed and with the checksum of its entry, or not at all."""
     temporary, key = path.with_name(f".{path.name}.tmp"), COMPLETIONS + path.name
-    with temporary.open("w+b") as file:
-        is_there = bucket.fetch(key, file) is not None
-        file.flush()
-        os.fsync(file.fileno())
-        file.seek(0)
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if entry is not None and (not is_there or sha256 != entry.sha256):
-        temporary.unlink()
-        problem = f"has SHA-256 {sha256}, the manifest {entry.sha256}" if is_there else "is missing"
-        raise StoreError(f"{bucket.url(key)} {problem}. Restore it in the bucket.")
-    if entry is not None:
-        os.utime(temporary, ns=(entry.mtime_ns, entry.mtime_ns))  # so that opening the run need not read it again
-    os.link(temporary, path)  # never replaces a file
-    temporary.unlink()
+    try:
+        with temporary.open("w+b") as file:
+            is_there = bucket.fetch(key, file) is not None
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if entry is not None and (not is_there or sha256 != entry.sha256):
+            problem = f"has SHA-256 {sha256}, the manifest {entry.sha256}" if is_there else "is missing"
+            raise StoreError(f"{bucket.url(key)} {problem}. Restore it in the bucket.")
+        if entry is not None:
+            os.utime(temporary, ns=(entry.mtime_ns, entry.mtime_ns))  # so that opening the run need not read it again
+        os.link(temporary, path)  # never replaces a file
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def fetch_rows(folder: RunFolder, group: StoreGroup) -> int:

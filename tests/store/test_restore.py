@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from dfexp import cli, params
-from dfexp.errors import CorruptShardError, LockedError, StoreError
+from dfexp.errors import CorruptShardError, LockedError, StorageError, StoreError
 from dfexp.shards import list_shards, only_stored, read_failures, read_manifest, read_rows
 from dfexp.store import Uploader, fetch_rows, restore, verify
 from tests.store.conftest import Events, Place, Run, failure, open_shards, row
+from tests.store.proxy import Proxy
 from tests.store.test_uploader import BASE, names, until, upload
 
 
@@ -70,6 +75,36 @@ def test_a_shard_with_other_content_is_not_fetched(place: Place, run: Run, tmp_p
         fetch_rows(folder, place.group())
     assert not (folder.completions / "completions_000001.jsonl").exists()
     assert [problem for problem in verify(folder, place.group()).problems if "SHA-256" in problem]
+
+
+@contextmanager
+def no_room(most: int) -> Iterator[None]:
+    """The system lets no file grow beyond `most` bytes, as it does when a disk is full."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_told_at_once_and_nothing_is_left_behind(place: Place, run: Run, tmp_path: Path) -> None:
+    with run.open() as shards:
+        uploads = Uploader(run.folder, place.group(), shards, Events())
+        shards.commit([row(0, "x" * 100_000), row(1)])
+        assert uploads.finish(30.0) == []
+    with Proxy(place.url) as proxy:
+        group = place.group(endpoint_url=proxy.url)
+        folder = restore("r", group, tmp_path / "two").folder
+        with no_room(50_000), pytest.raises(StorageError, match="File too large"):
+            fetch_rows(folder, group)
+        assert proxy.seen["GET", f"/{place.name}/{names(1)[0]}"] == 1
+        assert [path.name for path in folder.completions.iterdir() if "completions_" in path.name] == []
+        with no_room(100), pytest.raises(StorageError, match="File too large"):
+            restore("r", group, tmp_path / "three")
+    assert [path for path in (tmp_path / "three").rglob("*") if path.is_file()] == []
+    assert fetch_rows(folder, place.group()) == 1
 
 
 def test_shards_that_the_record_does_not_list_yet_count(place: Place, run: Run, tmp_path: Path) -> None:
