@@ -22,7 +22,8 @@ from dfexp import cli, control, fleet, generate, params
 from dfexp.cli.attendant import NOTEBOOKS
 from dfexp.generate import identity
 from dfexp.layout import RunFolder
-from dfexp.shards import read_failures, read_rows
+from dfexp.shards import Shards, list_shards, read_failures, read_rows
+from tests.finished_run import failure, row
 
 WRONG = sorted((Path(__file__).parent / "data" / "params").glob("*.yaml"))
 ROWS = 40
@@ -225,9 +226,51 @@ def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(pro
         assert (folder.notebooks / f"{name}.html").exists()
     assert list(folder.report.glob("*.csv"))
     assert not processes_of(project)
-    again = run("resume", "small")
+    again = run("resume", "small", "--retry-failed")
     assert again.returncode == 0, again.stderr
+    assert folder.events.read_text().count('"run_started"') == 2
     assert counts(folder) == Counter(range(ROWS))
+
+
+def finished(project: Path, *, rows: int = ROWS) -> RunFolder:
+    """The small run, `rows` of it done and one failed, as a process leaves it that was killed after its last row."""
+    spec = params.load(project / "params" / "small.yaml")
+    folder = generate.prepare(spec, project)
+    prints = {"prompts": "aa", "model": "bb", "sampling": identity.sampling_text(spec.generation)}
+    recorded = {**json.loads(folder.run_json.read_text()), "fingerprint": prints, "fleet": {"engine": "llamacpp"}}
+    folder.run_json.write_text(json.dumps(recorded))
+    with Shards.open(folder.completions, total=ROWS + 1, fingerprint=prints, rows_per_shard=7) as shards:
+        shards.commit([row(index) for index in range(rows)], [failure(ROWS)])
+    return folder
+
+
+def test_status_of_a_run_that_was_restored(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate.prepare(params.load(project / "params" / "small.yaml"), project)
+    assert cli.main(["status"]) == cli.EXIT_OK
+    assert "small: not started yet" in capsys.readouterr().out
+    finished(project, rows=35)
+    assert cli.main(["status"]) == cli.EXIT_OK
+    assert "restored: 35 of 41 done, 1 failed  (dfexp resume small goes on)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_where_nothing_is_left_to_do_there_is_a_report_and_no_server(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finished(project)
+    for command in (
+        ["resume", "small"],
+        ["run", "params/small.yaml"],
+        ["resume", "small", "--retry-failed", "timeout"],
+    ):
+        assert cli.main(command) == cli.EXIT_OK
+        said = capsys.readouterr().out
+        assert f"nothing is left to do: {ROWS} succeeded + 1 failed = {ROWS + 1}" in said
+    assert [path.stem for path in folder.notebooks.glob("*.html")] == ["04_report"]
+    assert [shard.path.name for shard in list_shards(folder.completions) if not shard.sealed] == []
+    assert not (project / "outputs" / "fleets").exists()
+    assert cli.main(["status"]) == cli.EXIT_OK
+    assert f"{ROWS} of {ROWS + 1} done, 1 failed  (nothing is left to do)" in capsys.readouterr().out
 
 
 @pytest.mark.slow

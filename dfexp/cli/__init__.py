@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dfexp
-from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, amount, told
-from dfexp.cli.common import EXIT_STOPPED as EXIT_STOPPED
-from dfexp.cli.common import EXIT_WRONG as EXIT_WRONG
+from dfexp.cli.common import EXIT_CTRL_C, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_WRONG, amount, told  # noqa: F401
 from dfexp.errors import DfexpError
 
 _AS_JSON = ("--json", {"action": "store_true", "help": "for machines"})

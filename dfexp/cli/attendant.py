@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dfexp import control, fleet, generate, livepage, notebook
-from dfexp.cli.common import EXIT_FAILED, EXIT_OK, say
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, opened, say
 from dfexp.errors import ControlError, FleetError, RunError, RunStopped
 from dfexp.generate.verdicts import tally
 from dfexp.jsonl import read_json
@@ -19,7 +20,12 @@ from dfexp.params import RunSpec
 from dfexp.shards import not_uploaded
 from dfexp.tables import labelled
 
-NOTEBOOKS = ("01_launch_fleet", "02_capacity", "03_generate", "04_report")
+_DOES = {
+    "01_launch_fleet": "checks, then servers, started or attached to, until each has made a token",
+    "02_capacity": "the room that they have, and one request as a probe", "03_generate": "the rows",
+    "04_report": "tables and figures",
+}  # fmt: skip
+NOTEBOOKS = tuple(_DOES)
 
 
 def run_notebooks(
@@ -28,18 +34,20 @@ def run_notebooks(
 ) -> int:  # fmt: skip
     """Run 01 to 04, stop the fleet if this started it and may, and say where everything is.
 
-    With a `sample`, of so many rows drawn with such a seed, only that is done after 01.
+    With a `sample`, of so many rows drawn with such a seed, only that is done after 01. Where no row is left to send no
+    server is needed: then 04 alone, and what is left to upload.
     """
     if (living := control.going_on(folder)) is not None:
         raise RunError(
             f"run {folder.name!r} is running already (pid {living.pid}). Look in: dfexp status {folder.name}; "
             f"stop it: dfexp stop {folder.name}."
         )
+    ended = None if sample else _ended(folder, retry_failed or ())
     with stop_signals() as signals:
         attendant = Attendant(spec, folder, root, signals)
         try:
-            for name in NOTEBOOKS[:1] if sample else NOTEBOOKS:
-                say(f"{name} ...")
+            for name in NOTEBOOKS[:1] if sample else NOTEBOOKS[-1:] if ended else NOTEBOOKS:
+                say(f"{name}: {_DOES[name]} ...")
                 notebook.execute(name, spec, folder, root, tick=attendant.tick)
                 if signals and name != NOTEBOOKS[-1]:
                     raise RunStopped(f"told to stop after {name}. Go on with: dfexp resume {folder.name}")
@@ -50,15 +58,38 @@ def run_notebooks(
         finally:
             if not keeps_fleet:
                 attendant.leave()
-    return EXIT_OK if sample else _conclude(folder)
+    if sample:
+        return EXIT_OK
+    if ended and spec.store.bucket:
+        from dfexp.cli.stores import bring  # here, since it takes boto3, which is slow to import
+
+        bring(folder, spec.store)  # what it could not bring, the conclusion and the exit status tell
+    return _conclude(folder, ended or control.read_status(folder) or {})
 
 
-def _conclude(folder: RunFolder) -> int:
+def _ended(folder: RunFolder, retry_failed: Sequence[str]) -> dict[str, Any] | None:
+    """The status of a run none of whose rows is to be sent; None: there are some. What it had open is sealed."""
+    run, found = read_json(folder.run_json), control.read_status(folder)
+    if "fingerprint" not in run:
+        return None
+    with opened(folder) as shards:
+        if shards.pending(shards.failures_by_kind() if generate.ALL_KINDS in retry_failed else retry_failed):
+            return None
+        shards.seal()
+        counts = {"done": shards.done, "failed": shards.failed, "asked": run["prompts"]["asked"]}
+    say(f"nothing is left to do: {tally(**counts)}")
+    ended = {**(found or {"engine": run["fleet"]["engine"]}), "state": "ended", "reason": None, **counts}
+    if found and found["state"] != "ended":  # its process was stopped or killed after the last row
+        control.write_status(folder, ended)
+    return ended
+
+
+def _conclude(folder: RunFolder, found: Mapping[str, Any]) -> int:
     """The last lines of a run: every row accounted for, and where things are."""
-    found = control.read_status(folder) or {}
     asked, done, failed = (found.get(key, 0) for key in ("asked", "done", "failed"))
     dropped = sum(read_json(folder.run_json)["prompts"]["dropped_by_reason"].values())
-    unused = f"; {dropped} row(s) of the sources were left out, see prompts_report.json" if dropped else ""
+    where = ", see prompts_report.json" * folder.prompts_report.exists()  # not of a run that was restored
+    unused = f"; {dropped} row(s) of the sources were left out{where}" if dropped else ""
     name = labelled(repr(folder.name), found.get("engine"))
     say(f"run {name} {found.get('state')}: {tally(done, failed, asked)}{unused}")
     say(f"  completions  {folder.completions}")

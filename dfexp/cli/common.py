@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 from dfexp.errors import ParamsError
+from dfexp.jsonl import read_json
 from dfexp.layout import RunFolder, project_root
+from dfexp.shards import Shards
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED, EXIT_CTRL_C = 0, 1, 2, 3, 130
 
@@ -43,6 +45,13 @@ def find_run(text: str) -> RunFolder:
 def all_runs(outputs: Path) -> list[RunFolder]:
     """Every run under an outputs folder, by name."""
     return [RunFolder(path.parent) for path in sorted(outputs.glob("*/run.json"))]
+
+
+def opened(folder: RunFolder) -> Shards:
+    """The shards of a run that has been started, and does not go on; a context manager."""
+    run = read_json(folder.run_json)
+    about = {"total": run["prompts"]["asked"], "rows_per_shard": run["spec"]["generation"]["rows_per_shard"]}
+    return Shards.open(folder.completions, fingerprint=run.get("fingerprint", {}), **about)
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ from dfexp.cli.attendant import run_notebooks
 from dfexp.cli.common import EXIT_OK, all_runs, find_run, say
 from dfexp.engines.base import engine_for
 from dfexp.errors import ParamsError, RequestError, RunError, RunStopped
-from dfexp.layout import project_root
+from dfexp.layout import RunFolder, project_root
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +78,7 @@ def status(args: argparse.Namespace) -> int:
         gone = ""
         if not alive and found and found["state"] not in control.FINAL_STATES:
             found, gone = {**found, "state": "killed", "eta_s": None}, f"  (dfexp resume {folder.name} goes on)"
-        print(f"{folder.name}: {livepage.line(found) if found else 'not started yet'}{gone}")
+        print(f"{folder.name}: {livepage.line(found) if found else _unseen(folder)}{gone}")
         servers = found["servers"] if found and args.run else ()
         if servers and not alive:
             print("  no process runs; the servers as it last saw them:")
@@ -90,6 +90,13 @@ def status(args: argparse.Namespace) -> int:
     if not folders:
         print(f"no runs under {root / args.outputs}")
     return EXIT_OK
+
+
+def _unseen(folder: RunFolder) -> str:
+    """A run of which no process has told anything here."""
+    done, failed, asked = generate.kept(folder)
+    goes_on = f"dfexp resume {folder.name} goes on" if done + failed < asked else "nothing is left to do"
+    return "not started yet" if not asked else f"restored: {done:,} of {asked:,} done, {failed:,} failed  ({goes_on})"
 
 
 def stop(args: argparse.Namespace) -> int:

@@ -7,13 +7,12 @@ import re
 import time
 
 from dfexp import control, generate, params, store
-from dfexp.cli.common import EXIT_FAILED, EXIT_OK, find_run, say, told
+from dfexp.cli.common import EXIT_FAILED, EXIT_OK, find_run, opened, say, told
 from dfexp.errors import ParamsError, RunError
 from dfexp.generate.events import EventLog
-from dfexp.jsonl import read_json
+from dfexp.generate.verdicts import tally
 from dfexp.layout import RunFolder, project_root
 from dfexp.params import StoreGroup
-from dfexp.shards import Shards
 
 _URL = re.compile(r"s3://([^/]+)/(?:(.+)/)?([^/]+)/?")
 
@@ -31,19 +30,20 @@ def upload(args: argparse.Namespace) -> int:
     folder, group = _uploaded_run(args.run)
     if control.going_on(folder) is not None:
         raise RunError(f"run {folder.name!r} is running, and uploads by itself. To stop it: dfexp stop {folder.name}.")
-    run = read_json(folder.run_json)
-    about = {"total": run["prompts"]["asked"], "rows_per_shard": run["spec"]["generation"]["rows_per_shard"]}
-    opened = Shards.open(folder.completions, fingerprint=run.get("fingerprint", {}), **about)
-    with opened as shards, EventLog(folder.events) as events:
+    return bring(folder, group)
+
+
+def bring(folder: RunFolder, group: StoreGroup) -> int:
+    """Upload what is not there yet, and compare. Exit status 0 when both agree."""
+    with opened(folder) as shards, EventLog(folder.events) as events:
         shards.seal()
         uploads, said = store.Uploader(folder, group, shards, events.record), 0.0
         while not uploads.wait(1.0):
             if time.monotonic() > said + 10.0:
-                say(f"  {time.strftime('%H:%M:%S')} {len(uploads.left):,} shard(s) left")
+                say(f"  {time.strftime('%H:%M:%S')} {len(uploads.left):,} shard(s) left  {uploads.why}".rstrip())
                 said = time.monotonic()
         if left := uploads.finish(0.0):
-            why = uploads.ended_by or next(iter(uploads.refused.values()))
-            return told(f"{len(left):,} shard(s) are not on S3, from {left[0]}: {why}", EXIT_FAILED)
+            return told(f"{len(left):,} shard(s) are not on S3, from {left[0]}: {uploads.why}", EXIT_FAILED)
     return _verified(folder, group)
 
 
@@ -80,5 +80,8 @@ def restore(args: argparse.Namespace) -> int:
     folder, group = _uploaded_run(name)
     if args.rows:
         say(f"{store.fetch_rows(folder, group):,} shard(s) downloaded to {folder.completions}")
-    say(f"The run goes on with: dfexp resume {name}")
+    done, failed, asked = generate.kept(folder)
+    rows = "" if args.rows else f"Its rows: dfexp store restore {name} --rows. "
+    is_over = f"Nothing is left to do: {tally(done, failed, asked)}. {rows}Its report: dfexp report {name}"
+    say(is_over if done + failed == asked else f"The run goes on with: dfexp resume {name}")
     return EXIT_OK

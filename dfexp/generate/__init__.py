@@ -5,6 +5,8 @@ control folder (`dfexp.control`).
 """
 
 from dfexp.generate.limits import drawn
-from dfexp.generate.start import ALL_KINDS, fleet_folder, keep_frozen, prepare, read_spec, run_folder, start, stop
+from dfexp.generate.start import ALL_KINDS, fleet_folder, keep_frozen, kept, prepare, read_spec, run_folder, start, stop
 
-__all__ = ["ALL_KINDS", "drawn", "fleet_folder", "keep_frozen", "prepare", "read_spec", "run_folder", "start", "stop"]
+__all__ = [
+    "ALL_KINDS", "drawn", "fleet_folder", "keep_frozen", "kept", "prepare", "read_spec", "run_folder", "start", "stop",
+]  # fmt: skip

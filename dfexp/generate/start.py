@@ -22,6 +22,7 @@ from dfexp.layout import FleetFolder, RunFolder
 from dfexp.params import PromptsGroup, RunSpec, validate
 from dfexp.processes import ProcessId
 from dfexp.prompts import freeze
+from dfexp.shards import not_uploaded, read_failures, read_manifest
 
 START_TIMEOUT_S = 180.0
 CHANGE = "dfexp fleet reconfigure"
@@ -106,6 +107,8 @@ def start(
 ) -> RunFolder:
     """Start the generating process of a run, or attach to the one that runs. Returns once it works.
 
+    None is started for a run that has ended with every row, all of them on S3 where they are to be.
+
     Args:
         spec: the run's parameters. Its fleet must be up.
         root: what relative paths in the parameters are relative to.
@@ -121,6 +124,8 @@ def start(
         if control.going_on(folder) is not None:
             _check_same(spec, folder)
             return folder
+        if retry_failed is None and sample is None and _has_ended(spec, folder):
+            return folder
         the_fleet = fleet.attach(fleet_folder(spec, root))
         while (the_fleet.lease_holder() or "").startswith(CHANGE):
             time.sleep(0.5)
@@ -128,6 +133,23 @@ def start(
             folder.control.mkdir(exist_ok=True)
         _spawn(folder, root, retry_failed, sample)
     return folder
+
+
+def _has_ended(spec: RunSpec, folder: RunFolder) -> bool:
+    """Whether there is nothing left to do, and the files say so as the last status does."""
+    status = control.read_status(folder) or {}
+    if status.get("state") != "ended" or (spec.store.bucket and not_uploaded(folder.completions)):
+        return False
+    return kept(folder) == (status["done"], status["failed"], status["done"] + status["failed"])
+
+
+def kept(folder: RunFolder) -> tuple[int, int, int]:
+    """Done, failed and asked rows by the sealed shards, also of a run that was restored; (0, 0, 0): no start yet."""
+    manifest = read_manifest(folder.completions)
+    if manifest is None:
+        return 0, 0, 0
+    done, failed = sum(entry.rows for entry in manifest.shards), sum(1 for _ in read_failures(folder.completions))
+    return done, failed, manifest.total
 
 
 def stop(folder: RunFolder, *, reason: str, now: bool = False) -> None:

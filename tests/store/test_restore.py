@@ -13,7 +13,9 @@ import pytest
 
 from dfexp import cli, params
 from dfexp.errors import CorruptShardError, LockedError, StorageError, StoreError
-from dfexp.shards import list_shards, only_stored, read_failures, read_manifest, read_rows
+from dfexp.generate.identity import sampling_text
+from dfexp.jsonl import write_json
+from dfexp.shards import Shards, list_shards, only_stored, read_failures, read_manifest, read_rows
 from dfexp.store import Uploader, fetch_rows, restore, verify
 from tests.store.conftest import Events, Place, Run, failure, open_shards, row
 from tests.store.proxy import Proxy
@@ -226,3 +228,27 @@ def test_the_manifest_keeps_what_is_needed_of_a_shard_elsewhere(place: Place, ru
         (one.name, one.sha256, one.indices) for one in old.shards
     ]
     assert all(one.uploaded for one in new.shards)
+
+
+@pytest.mark.slow
+def test_a_run_with_no_row_left_is_uploaded_without_servers(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, store=place.group())
+    recorded = json.loads(run.folder.run_json.read_text())
+    sampling = {"sampling": sampling_text(params.validate(recorded["spec"], "it").generation)}
+    write_json(run.folder.run_json, {**recorded, "fingerprint": sampling, "fleet": {"engine": "external"}})
+    about = {"total": 10, "fingerprint": sampling, "rows_per_shard": 4}
+    with Shards.open(run.folder.completions, **about) as shards:
+        shards.commit([row(index) for index in range(9)], [failure(9)])
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["resume", "r"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing is left to do: 9 succeeded + 1 failed = 10 of 10 asked" in said
+    assert "3 shard(s)" in said
+    assert verify(run.folder, place.group()).problems == []
+    (tmp_path / "two" / "outputs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "two")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", place.url)
+    assert cli.main(["store", "restore", "r", "--from", f"s3://{place.name}/expansion/r"]) == 0
+    assert "Nothing is left to do: 9 succeeded + 1 failed" in capsys.readouterr().out
