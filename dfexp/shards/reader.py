@@ -34,8 +34,8 @@ def read_rows(folder: Path, parse: Parse = parse_line) -> Iterator[dict[str, Any
 
 
 def not_uploaded(folder: Path) -> list[str]:
-    """The sealed shards that the store is not known to have."""
-    return [entry.name for entry in _listed(folder).values() if entry.uploaded is None]
+    """The sealed shards that the store is not known to have, or is known to have lost."""
+    return [entry.name for entry in _listed(folder).values() if entry.uploaded is None or "gone" in entry.uploaded]
 
 
 def only_stored(folder: Path) -> list[ShardEntry]:

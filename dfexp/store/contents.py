@@ -153,4 +153,5 @@ def writer(contents: Contents, me: Owner | None = None) -> str | None:
     is_me = me is not None and (owner.token, owner.host, owner.folder) == (me.token, me.host, me.folder)
     if is_me or owner.is_released or age_s >= STALE_S:
         return None
-    return f"process {owner.pid} on {owner.host} ({owner.folder}), which last did so {age_s:.0f} s ago"
+    last = f"which last did so {age_s:.0f} s ago, and counts as gone in {STALE_S - age_s:.0f} s"
+    return f"process {owner.pid} on {owner.host} ({owner.folder}), {last}"

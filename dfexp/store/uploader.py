@@ -5,15 +5,20 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import random
 import secrets
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
-from dfexp.errors import DfexpError, StoreError, StoreTaken, StoreUnavailable
+from dfexp.errors import CorruptShardError, DfexpError, StoreConflict, StoreError, StoreTaken, StoreUnavailable
 from dfexp.jsonl import read_json, write_atomic
 from dfexp.layout import RunFolder
 from dfexp.params import StoreGroup
@@ -24,8 +29,34 @@ from dfexp.store.contents import COMPLETIONS, PROMPTS, RECORD, RUN, Contents, Ow
 
 RECORD_EVERY_S, RENEW_S = 15.0, 120.0
 """The record follows new shards after so long at the most, and is written anew so often without any."""
+OPEN_S = 30.0
+"""What a start waits for the store, however its answers come."""
+_MOST_ASIDE_S, _SAFE = 5.0, 0.9
 _TOKEN = ".store_owner"  # noqa: S105 (tells who writes, and opens nothing)
 Tell = Callable[..., None]
+T = TypeVar("T")
+
+
+def _begun(work: Callable[[], T]) -> Future[T]:
+    """Do it in a thread that nothing waits for, not even the end of the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="dfexp-store-open").start()
+    return future
+
+
+def _in_time(future: Future[T], bucket: Bucket) -> T:
+    """What came of it. Raises StoreUnavailable if that takes too long: each of its bytes may come in time."""
+    try:
+        return future.result(OPEN_S)
+    except TimeoutError:
+        raise StoreUnavailable(f"{bucket.url()}: the store did not answer whole in {OPEN_S:g} s") from None
 
 
 def me(folder: RunFolder) -> Owner:
@@ -53,10 +84,7 @@ def look(bucket: Bucket, folder: RunFolder, owner: Owner) -> tuple[Contents, lis
     run = read_json(folder.run_json) if folder.run_json.exists() else None
     others = contents.require_place(bucket, found, run, [entry.name for entry in manifest.shards] if manifest else [])
     if who := contents.writer(found, owner):
-        raise StoreTaken(
-            f"{bucket.url()} is written by {who}. Stop that run; if it is gone, start again {contents.STALE_S / 60:g} "
-            "minutes after it."
-        )
+        raise StoreTaken(f"{bucket.url()} is written by {who}. Stop that run; if it is gone, start again after that.")
     return found, others
 
 
@@ -66,7 +94,7 @@ def check(folder: RunFolder, group: StoreGroup) -> str:
     Raises StoreError for what would keep the run from being uploaded, StoreUnavailable if the store does not answer.
     """
     bucket = Bucket(group, folder.name)
-    found, others = look(bucket, folder, me(folder))
+    found, others = _in_time(_begun(partial(look, bucket, folder, me(folder))), bucket)
     there = f"{len(found.listed):,} shards of this run" if found.run else "empty"
     words = f"{bucket.url()}: {there}, can be written"
     words += "" if bucket.is_conditional else "; If-None-Match is ignored, so dfexp looks before each put"
@@ -93,16 +121,18 @@ class Uploader:
         self._waiting: dict[str, ShardEntry] = {}
         self._stored: dict[str, ShardEntry] = {}
         self.refused: dict[str, str] = {}
+        self._denied: dict[str, str] = {}
         self.ended_by: str | None = None
         self._owner, self._sent_bytes, self._parts = me(folder), 0, 0
         self._etag: str | None = None
         self._is_open = self._is_ready = self._is_dirty = self._is_finishing = False
-        self._last_record = 0.0
+        self._recording, self._renewed_at = threading.RLock(), 0.0
         self._bucket = Bucket(group, folder.name, limit_s=patience_s, stopped=self._stopped, told=self._told)
         self._known = read_manifest(folder.completions)
         self._waiting = {entry.name: entry for entry in self._known.shards} if self._known else {}
+        self._opening = _begun(self._claim)
         try:
-            self._claim()
+            _in_time(self._opening, self._bucket)
         except StoreUnavailable as error:
             self._told(error)
         self._bucket.limit_s = None
@@ -124,6 +154,12 @@ class Uploader:
         with self._changed:
             return sorted([*self._waiting, *self.refused])
 
+    @property
+    def why(self) -> str:
+        """Why something is left, as far as it is known."""
+        with self._changed:
+            return self.ended_by or next(iter([*self.refused.values(), *self._denied.values()]), "")
+
     def wait(self, within_s: float) -> bool:
         """Take no more shards, and wait until all are uploaded or cannot be. Returns whether that is so."""
         with self._changed:
@@ -137,7 +173,7 @@ class Uploader:
         self.wait(within_s)
         self._stopped.set()
         if left := self.left:
-            why = self.ended_by or next(iter(self.refused.values()), f"the store did not take them in {within_s:g} s")
+            why = self.why or "the store did not take them in time"
             self._tell("store_incomplete", left=len(left), shards=left[:10], detail=why)
         return left
 
@@ -156,6 +192,7 @@ class Uploader:
             text = self._folder.run_json.read_bytes()
             bucket.put_once(RUN, text, hashlib.sha256(text).hexdigest())
         listed = found.listed
+        listed |= self._unlisted(found, listed)
         with self._changed:
             for name, entry in self._waiting.items():
                 there = listed.get(name)
@@ -163,7 +200,10 @@ class Uploader:
                     self._stored[name] = entry.model_copy(update={"uploaded": there.uploaded})
                     self._shards.note_uploaded(self._stored[name])
                 elif not (self._folder.completions / name).exists():
-                    self.refused[name] = f"{name} is neither here nor in the bucket"
+                    self.refused[name] = f"{name} is neither here nor, as it was uploaded, in the bucket"
+                    self._shards.note_uploaded(entry.model_copy(update={"uploaded": {"gone": self.refused[name]}}))
+                elif entry.uploaded is not None:  # it is not as it was, and has to be uploaded again
+                    self._shards.note_uploaded(entry.model_copy(update={"uploaded": None}))
             self._waiting = {n: e for n, e in self._waiting.items() if n not in self._stored and n not in self.refused}
         self._etag = found.got.etag if found.got else None
         self._parts, self._sent_bytes = len(found.parts), sum(found.sizes[name] for name in found.parts)
@@ -173,10 +213,26 @@ class Uploader:
         self._tell("store_opened", url=bucket.url(), stored=len(self._stored), waiting=len(self._waiting), **mode)
         if others:
             self._tell("store_foreign", detail=f"not of this run, and left alone: {contents.shown(others)}")
+        for name, why in self.refused.items():
+            self._tell("store_refused", shard=name, detail=why)
+
+    def _unlisted(self, found: Contents, listed: Mapping[str, ShardEntry]) -> dict[str, ShardEntry]:
+        """The shards that are there alone, as their content shows, and that the record does not list: it was lost."""
+        with self._changed:
+            gone = [one for one in self._waiting.values() if not (self._folder.completions / one.name).exists()]
+        return {
+            one.name: one.model_copy(update={"uploaded": {"to": self._bucket.url(key)}})
+            for one in gone
+            if one.name not in listed
+            and found.sizes.get(key := COMPLETIONS + one.name) == one.bytes
+            and self._bucket.sha256_of(key) == one.sha256
+        }
 
     def _keep(self, concurrency: int) -> None:
         """The thread that begins, writes slices and the record, and ends."""
         try:
+            with suppress(StoreUnavailable):
+                self._opening.result()
             if not self._is_open:  # the store was away at the start
                 self._claim()
             self._put_prompts()
@@ -188,44 +244,76 @@ class Uploader:
                 threading.Thread(target=self._work, daemon=True, name=f"dfexp-store-{number}").start()
             while not self._is_over():
                 self._put_failures()
-                if self._is_dirty or time.monotonic() - self._last_record > RENEW_S:
+                if self._is_dirty or self._age_s > RENEW_S:
                     self._put_record()
+            if self._stopped.is_set():
+                return
             self._put_failures()
             self._owner = self._owner.model_copy(update={"is_released": True})
             self._put_record()
         except Exception as error:  # also a defect of this part: the run goes on without it, and says so
-            if not self._stopped.is_set():
-                self.ended_by = str(error) if isinstance(error, DfexpError) else repr(error)
-                self._tell("store_ended", detail=self.ended_by)
-                self._stopped.set()
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Nothing more is uploaded."""
+        with self._changed:
+            if self._stopped.is_set():
+                return
+            self.ended_by = str(error) if isinstance(error, DfexpError) else repr(error)
+            self._stopped.set()
+            self._changed.notify_all()
+        self._tell("store_ended", detail=self.ended_by)
 
     def _is_over(self) -> bool:
         """Wait for the next record's time. Whether all is uploaded and nothing more will come."""
+
+        def is_over() -> bool:
+            return self._stopped.is_set() or (self._is_finishing and not self._waiting)
+
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_finishing and not self._waiting, RECORD_EVERY_S)
+            return self._changed.wait_for(is_over, RECORD_EVERY_S)
 
     def _work(self) -> None:
-        """One of the threads that put shards."""
+        """One of the threads that put shards. One that is denied goes to the end of the queue: others may go."""
+        denied = 0
         while not self._stopped.is_set():
-            entry, error = self._queue.get(), None
+            entry = self._queue.get()
             try:
-                data = (self._folder.completions / entry.name).read_bytes()
-                if hashlib.sha256(data).hexdigest() != entry.sha256:
-                    raise StoreError(f"{entry.name} was changed after it was sealed. Restore it from a copy.")
-                put = self._bucket.put_once(COMPLETIONS + entry.name, data, entry.sha256)
-                note = {"to": self._bucket.url(COMPLETIONS + entry.name), "etag": put.etag, "at": time.time()}
-                entry = entry.model_copy(update={"uploaded": note})
-                self._shards.note_uploaded(entry)
+                done, error = self._put_shard(entry), ""
+            except StoreTaken as problem:
+                return self._end(problem)
             except Exception as problem:
                 if self._stopped.is_set():
-                    return
-                error = str(problem) if isinstance(problem, DfexpError) else repr(problem)
+                    return None
+                if type(problem) is StoreError:
+                    if entry.name not in self._denied:  # told once
+                        self._told(problem)
+                    self._denied[entry.name], denied = str(problem), min(denied + 1, 5)
+                    self._stopped.wait(random.uniform(0, min(_MOST_ASIDE_S, 0.25 * 2**denied)))  # noqa: S311 (jitter)
+                    self._queue.put(entry)
+                    continue
+                done, error = entry, str(problem) if isinstance(problem, DfexpError) else repr(problem)
                 self._tell("store_refused", shard=entry.name, detail=error)
+            denied = 0
             with self._changed:
                 del self._waiting[entry.name]
-                (self.refused if error else self._stored)[entry.name] = error or entry  # type: ignore[assignment]
+                self._denied.pop(entry.name, None)
+                (self.refused if error else self._stored)[entry.name] = error or done  # type: ignore[assignment]
                 self._is_dirty = True
                 self._changed.notify_all()
+        return None
+
+    def _put_shard(self, entry: ShardEntry) -> ShardEntry:
+        """Returns the entry with what there is to note. Raises StoreError, CorruptShardError."""
+        data = (self._folder.completions / entry.name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise CorruptShardError(f"{entry.name} was changed after it was sealed. Restore it from a copy.")
+        key = COMPLETIONS + entry.name
+        put = self._bucket.put_once(key, data, entry.sha256, before=self._keep_place, is_patient=False)
+        note = {"to": self._bucket.url(key), "etag": put.etag, "at": time.time()}
+        entry = entry.model_copy(update={"uploaded": note})
+        self._shards.note_uploaded(entry)
+        return entry
 
     def _put_prompts(self) -> None:
         """The frozen prompts, compressed. Whose they are run.json tells, so they may be there."""
@@ -249,15 +337,32 @@ class Uploader:
         with (self._folder.completions / "failures.jsonl").open("rb") as file:
             file.seek(self._sent_bytes)
             data = file.read(size - self._sent_bytes)
-        self._bucket.put_once(contents.part_name(self._parts), data, hashlib.sha256(data).hexdigest())
+        name, sha256 = contents.part_name(self._parts), hashlib.sha256(data).hexdigest()
+        try:
+            self._bucket.put_once(name, data, sha256, before=self._keep_place)
+        except StoreConflict:
+            self._put_record()  # if it is of a process that has taken over, this says so
+            raise
         self._parts, self._sent_bytes = self._parts + 1, size
 
+    @property
+    def _age_s(self) -> float:
+        """Since the record was written, by the clock that goes on while a machine sleeps."""
+        return abs(time.time() - self._renewed_at)
+
+    def _keep_place(self) -> None:
+        """Before a put: see that nobody can have taken the place over. Raises StoreTaken if somebody has."""
+        with self._recording:
+            if self._age_s > _SAFE * contents.STALE_S:
+                self._put_record()
+
     def _put_record(self) -> None:
-        with self._changed:
-            self._is_dirty = False
-            shards = sorted(self._stored.values(), key=lambda entry: entry.number)
-        assert self._known is not None  # Shards.open has written one
-        manifest = self._known.model_copy(update={"shards": shards})
-        data = Record(owner=self._owner, run=read_json(self._folder.run_json), manifest=manifest).encoded()
-        self._etag = self._bucket.replace(RECORD, data, hashlib.sha256(data).hexdigest(), self._etag)
-        self._last_record = time.monotonic()
+        with self._recording:
+            with self._changed:
+                self._is_dirty = False
+                shards = sorted(self._stored.values(), key=lambda entry: entry.number)
+            assert self._known is not None  # Shards.open has written one
+            manifest, began = self._known.model_copy(update={"shards": shards}), time.time()
+            data = Record(owner=self._owner, run=read_json(self._folder.run_json), manifest=manifest).encoded()
+            self._etag = self._bucket.replace(RECORD, data, hashlib.sha256(data).hexdigest(), self._etag)
+            self._renewed_at = began

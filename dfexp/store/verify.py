@@ -62,7 +62,7 @@ def verify(folder: RunFolder, group: StoreGroup) -> Verdict:
         what = "another run" if found.run else "no run"
         return Verdict(url=bucket.url(), shards=0, bytes=0, problems=[f"{bucket.url()} holds {what}"])
     with ThreadPoolExecutor(2 * group.concurrency) as pool:
-        faults = list(pool.map(lambda entry: _difference(bucket, found, entry), shards))
+        faults = list(pool.map(lambda entry: _difference(bucket, found, folder, entry), shards))
     good = [entry for entry, fault in zip(shards, faults, strict=True) if not fault]
     problems = [fault for fault in faults if fault]
     problems += [f"{bucket.url(name)}: foreign" for name in contents.foreign(found, [entry.name for entry in shards])]
@@ -72,11 +72,13 @@ def verify(folder: RunFolder, group: StoreGroup) -> Verdict:
     return Verdict(url=bucket.url(), shards=len(good), bytes=sum(entry.bytes for entry in good), problems=problems)
 
 
-def _difference(bucket: Bucket, found: Contents, entry: ShardEntry) -> str:
+def _difference(bucket: Bucket, found: Contents, folder: RunFolder, entry: ShardEntry) -> str:
     """In what the object of a shard differs from its line in the manifest; empty if in nothing."""
     name = COMPLETIONS + entry.name
     if name not in found.sizes:
-        return f"{bucket.url(name)}: missing; upload it with dfexp store upload"
+        is_here = (folder.completions / entry.name).exists()
+        fix = "upload it with dfexp store upload" if is_here else "this folder lacks it too. Restore it in the bucket"
+        return f"{bucket.url(name)}: missing; {fix}"
     if found.sizes[name] != entry.bytes:
         return f"{bucket.url(name)}: {found.sizes[name]:,} bytes, the manifest has {entry.bytes:,}"
     there = bucket.sha256_of(name)

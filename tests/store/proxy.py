@@ -31,7 +31,7 @@ class Proxy:
         """Args: is_old, drop the conditions of puts, as old gateways do; page, the most objects of a listing."""
         self.upstream, self.rule, self.is_old, self.page = urlsplit(url).netloc, rule, is_old, page
         self.seen: Counter[tuple[str, str]] = Counter()
-        self.closing, self.go, self.lock = threading.Event(), threading.Event(), threading.Lock()
+        self.closing, self.lock = threading.Event(), threading.Lock()
         proxy = self
 
         class Handler(_Handler):
@@ -47,7 +47,6 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self.closing.set()
-        self.go.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -99,6 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
         said = f"{self.headers.get('Authorization')} {KEY} {SECRET} {self.headers.get('X-Amz-Security-Token')}"
         self._answer(403, _ERROR.format("AccessDenied", said))
 
+    def _forbidden(self, _: bytes) -> None:
+        self._answer(403, _ERROR.format("AccessDenied", "explicit deny"))
+
     def _no_conditions(self, body: bytes) -> None:
         """A store that refuses what it does not know."""
         if "If-None-Match" in self.headers or "If-Match" in self.headers:
@@ -130,11 +132,6 @@ class _Handler(BaseHTTPRequestHandler):
         while not self.owner.closing.wait(0.2):
             self.wfile.write(b" ")
             self.wfile.flush()
-
-    def _held(self, body: bytes) -> None:
-        """It waits until `owner.go`, and then goes its way."""
-        self.owner.go.wait()
-        self._forward(body)
 
     def _stall(self, _: bytes) -> None:
         self.owner.closing.wait()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dfexp import control
-from dfexp.errors import StoreError, StoreTaken
+from dfexp.errors import StoreError, StoreTaken, StoreUnavailable
 from dfexp.shards import not_uploaded, read_manifest
-from dfexp.store import Uploader, check, verify
-from tests.store.conftest import Events, Place, Run, failure, row
+from dfexp.store import Uploader, check, restore, verify
+from tests.store.conftest import Events, Place, Run, failure, open_shards, row
 from tests.store.proxy import Proxy
 from tests.store.server import S3Server
 
@@ -261,6 +261,129 @@ def test_a_machine_whose_place_was_taken_over_stops_uploading(
     assert told.names[-1] == "store_ended"
     assert "replaced by another process" in (uploads.ended_by or "")
     assert json.loads(place.read(f"{BASE}manifest.json"))["owner"]["folder"] == str(other.folder.path)
+
+
+def test_a_machine_that_slept_through_a_take_over_puts_nothing_more(
+    place: Place, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Events()
+    with Proxy(place.url) as proxy, run.open() as shards:
+        uploads = Uploader(run.folder, place.group(endpoint_url=proxy.url, timeout_s=1), shards, told)
+        shards.commit([row(0), row(1)])
+        until(lambda: not uploads.left)
+        other = run.copied(tmp_path / "copy")
+        proxy.rule = lambda *_: "stall"
+        for index in (2, 4, 6):  # sealed, and not sent
+            shards.commit([row(index), row(index + 1)])
+        monkeypatch.setattr("dfexp.store.contents.STALE_S", -60.0)
+        assert upload(other, place, range(8, 10)) == []
+        proxy.rule = lambda *_: None
+        until(lambda: uploads.ended_by)
+        assert len(uploads.finish(30.0)) == 3
+    assert "replaced by another process" in (uploads.ended_by or "")
+    assert "store_refused" not in told.names
+    assert [key for key in place.all_keys() if "completions_" in key] == names(2)
+    assert verify(other.folder, place.group()).problems == []
+
+
+def test_failures_that_meet_those_of_a_machine_that_took_over_are_told_as_that(
+    place: Place, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run.open() as shards:
+        uploads = Uploader(run.folder, place.group(), shards, Events())
+        shards.commit([row(0), row(1)])
+        until(lambda: not uploads.left)
+        other = run.copied(tmp_path / "copy")
+        with monkeypatch.context() as patch, other.open() as theirs:
+            patch.setattr("dfexp.store.contents.STALE_S", -60.0)
+            taking = Uploader(other.folder, place.group(), theirs, Events())
+            theirs.commit([], [failure(8)])
+            assert taking.finish(30.0) == []
+        shards.commit([], [failure(9)])
+        uploads.finish(30.0)
+    assert "replaced by another process" in (uploads.ended_by or "")
+
+
+def test_the_record_is_renewed_while_nothing_is_new(place: Place, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dfexp.store.uploader.RECORD_EVERY_S", 0.05)
+    monkeypatch.setattr("dfexp.store.uploader.RENEW_S", 0.1)
+    with Proxy(place.url) as proxy, run.open() as shards:
+        uploads = Uploader(run.folder, place.group(endpoint_url=proxy.url), shards, Events())
+        until(lambda: proxy.seen["PUT", f"/{place.name}/{BASE}manifest.json"] >= 4)
+        assert uploads.finish(30.0) == []
+
+
+def test_a_shard_that_the_bucket_lost_or_has_otherwise_is_not_uploaded(place: Place, run: Run, tmp_path: Path) -> None:
+    """Whether it is here or not, so that the run's exit status says so."""
+    assert upload(run, place, range(6)) == []
+    folder = restore("r", place.group(), tmp_path / "two").folder
+    data = place.read(names(2)[1])
+    place.put(names(2)[1], data[:-9])
+    told = Events()
+    assert upload(run, place, range(0), told) == ["completions_000001.jsonl"]
+    assert told.names == ["store_opened", "store_refused", "store_incomplete"]
+    assert not_uploaded(run.folder.completions) == ["completions_000001.jsonl"]
+    told = Events()
+    for _ in range(2):
+        with open_shards(folder) as shards:
+            assert list(shards.pending()) == [6, 7, 8, 9]
+            assert Uploader(folder, place.group(), shards, told).finish(30.0) == ["completions_000001.jsonl"]
+        assert told.names == ["store_opened", "store_refused", "store_incomplete"]
+        assert "neither here nor, as it was uploaded, in the bucket" in told.pop()["detail"]
+        assert not_uploaded(folder.completions) == ["completions_000001.jsonl"]
+        told.clear()
+    place.put(names(2)[1], data)
+    with open_shards(folder) as shards:
+        assert Uploader(folder, place.group(), shards, told).finish(30.0) == []
+    assert not_uploaded(folder.completions) == []
+    assert verify(folder, place.group()).problems == []
+
+
+def test_a_record_that_was_lost_is_made_anew_of_what_is_there(place: Place, run: Run, tmp_path: Path) -> None:
+    assert upload(run, place, range(6)) == []
+    folder = restore("r", place.group(), tmp_path / "two").folder
+    place.s3.delete_object(Bucket=place.name, Key=f"{BASE}manifest.json")
+    told = Events()
+    with open_shards(folder) as shards:
+        uploads = Uploader(folder, place.group(), shards, told)
+        shards.commit([row(6), row(7)])
+        assert uploads.finish(30.0) == []
+    assert told.names == ["store_opened"]
+    record = json.loads(place.read(f"{BASE}manifest.json"))
+    assert [shard["name"] for shard in record["manifest"]["shards"]] == [Path(key).name for key in names(4)]
+    assert verify(folder, place.group()).problems == []
+
+
+def test_a_store_whose_answers_do_not_end_holds_up_no_start(
+    place: Place, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dfexp.store.uploader.OPEN_S", 1.0)
+    told = Events()
+    with Proxy(place.url, lambda method, *_: "dribble" if method == "GET" else None) as proxy, run.open() as shards:
+        group = place.group(endpoint_url=proxy.url)
+        with pytest.raises(StoreUnavailable, match="did not answer whole in 1 s"):
+            check(run.folder, group)
+        uploads = Uploader(run.folder, group, shards, told)
+        shards.commit([row(0), row(1)])
+        assert uploads.finish(0.1) == ["completions_000000.jsonl"]
+    assert told.names == ["store_away", "store_incomplete"]
+    assert "did not answer whole in 1 s" in told[0]["detail"]
+
+
+def test_keys_that_are_denied_hold_up_no_others(place: Place, run: Run) -> None:
+    told, denied = Events(), [f"/{place.name}/{key}" for key in names(3)[:2]]
+    with Proxy(place.url, lambda _, path, __: "forbidden" if path in denied else None) as proxy, run.open() as shards:
+        uploads = Uploader(run.folder, place.group(endpoint_url=proxy.url, concurrency=2), shards, told)
+        for index in range(0, 10, 2):
+            shards.commit([row(index), row(index + 1)])
+        until(lambda: len(uploads.left) == 2)
+        until(lambda: proxy.seen["PUT", denied[0]] > 2 and proxy.seen["PUT", denied[1]] > 2)
+        assert uploads.left == [Path(key).name for key in names(2)]
+        assert "AccessDenied (HTTP 403): explicit deny" in uploads.why
+        assert told.names.count("store_away") <= 2  # once a key, however often it is tried
+        denied.clear()
+        assert uploads.finish(60.0) == []
+    assert verify(run.folder, place.group()).problems == []
 
 
 def test_a_killed_process_goes_on_at_once_where_it_was(place: Place, run: Run) -> None:
