@@ -164,7 +164,7 @@ def usages_by_running(data: report.RunData) -> Chart | None:
         if looks[name].notna().any():
             marker = {"size": 5, "opacity": 0.5}
             figure.add_scatter(x=looks["num_running_reqs"], y=looks[name], mode="markers", name=words, marker=marker)
-    caps = sorted(each.limits.max_running_requests for each in data.watched if each.limits.max_running_requests)
+    caps = sorted(each.limits.max_running_requests for each in data.together if each.limits.max_running_requests)
     for cap in {*caps[:1], *caps[-1:]}:
         figure.add_vline(x=cap, name=f"cap {cap}", **_LIMIT)
     subtitle = f"One point a sample of one server, evenly drawn from {len(data.samples):,}"
@@ -237,7 +237,7 @@ def events(data: report.RunData) -> Chart | None:
 def _over_time(figure: go.Figure, data: report.RunData, *words: str) -> Chart:
     """`finish` with the time of the run as its axis, on which lines stand where it was stopped."""
     unit_s = _time_axis(data)[0]
-    for place, at in enumerate(data.running(data.gaps[:, 0])):
+    for place, at in enumerate(data.running(data.stops[:, 0])):
         mark = {**_LIMIT, "line": {"dash": "dot", "color": "#444"}, "showlegend": not place, "name": data.stopped}
         figure.add_vline(x=(at - data.began) / unit_s, **mark)
     figure.update_xaxes(dtick=_tick(data), range=[0.0, max(1.0, data.ended - data.began) / unit_s])

@@ -69,6 +69,7 @@ class RunData:
         busy_s: time in which at least one request of `rows` was in flight; NaN without rows.
         samples: one line per look at a server, `EngineSample` by column; NaN is what it did not say.
         watched: for each server its samples, evenly thinned to `_WATCHED`, and with pauses, and what is known of it.
+        starts: for each start that made rows or looks its servers; first the present one, else that with most of them.
         gpus: one line per look at a GPU, as metrics.jsonl has it.
         examples: whole rows, drawn at random, by index.
         judged: of rows drawn at random, whether they looked like garbage when this was read: server, and why or None.
@@ -90,6 +91,7 @@ class RunData:
     busy_s: float
     samples: pd.DataFrame
     watched: Sequence[Watched]
+    starts: Sequence[Sequence[Watched]]
     gpus: pd.DataFrame
     failures: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
@@ -113,16 +115,21 @@ class RunData:
     @property
     def units(self) -> tuple[int, str]:
         """What the run costs time of, and its name: GPUs where the engine is SGLang's, else servers."""
-        servers = int(self.fleet.get("servers") or len(self.watched) or 1)
+        servers = int(self.fleet.get("servers") or len(self.together) or 1)
         if self.engine not in ("sglang", SIMULATED) or self.fleet.get("device") == "cpu":
             return servers, "server"
         return servers * gpus_per_server(flags_of(self.fleet)), "GPU"
 
     @property
     def slots(self) -> int | None:
-        """Requests that its servers decode at once, all together; None if one does not say."""
-        caps = [each.limits.max_running_requests for each in self.watched]
-        return sum(filter(None, caps)) if caps and None not in caps else None
+        """Requests that the servers of a start decode at once, of the most; None where one always does not say."""
+        caps = [[each.limits.max_running_requests or 0 for each in start] for start in (self.starts or [self.watched])]
+        return max((sum(each) for each in caps if all(each)), default=0) or None
+
+    @property
+    def together(self) -> Sequence[Watched]:
+        """The servers that a run is judged by, which were there at once: a later start may have launched others."""
+        return self.starts[0] if self.starts else self.watched
 
     @property
     def is_settled(self) -> bool:
@@ -140,7 +147,12 @@ class RunData:
     @property
     def stopped(self) -> str:
         """How long it was stopped in between; "" if never."""
-        return f"stopped in between: {duration(float(np.diff(self.gaps).sum()))}" if len(self.gaps) else ""
+        return f"stopped in between: {duration(float(np.diff(self.stops).sum()))}" if len(self.stops) else ""
+
+    @property
+    def stops(self) -> Array:
+        """Those of `gaps` that a row was sent after: starts that made none do not make a run longer."""
+        return np.asarray(self.gaps[self.running(self.gaps[:, 1]) <= self.rows["submitted_at"].max()])
 
     @property
     def began(self) -> float:
@@ -194,20 +206,24 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
         rows, samples, gpus, events, failed = (_timed(clock.of, x) for x in (rows, samples, gpus, events, failed))
         rows["latency_s"] = rows["finished_at"] - rows["submitted_at"]
     elsewhere = sum(entry.rows for entry in shards.only_stored(folder.completions))
+    begun = sorted(one["at"] for one in events if one["event"] == "run_started")
+    for frame, sent in ((rows, "submitted_at"), (samples, "at")):
+        frame["start"] = np.searchsorted(begun, frame[sent], "right").astype("int16")
     data = RunData(
         folder=folder, run=run, asked=asked, missing=asked - len(rows) - elsewhere - len(failed), elsewhere=elsewhere,
         rows=rows,
         busy_s=max(1e-9, levels(rows, 1)[2][-1]) if len(rows) else nan,  # a simulated clock may stand still
 
         status=control.read_status(folder), is_going=control.living_process(folder) is not None, samples=samples,
-        gpus=gpus, is_virtual=clock is not None, failures=failed, watched=(),
+        gpus=gpus, is_virtual=clock is not None, failures=failed, watched=(), starts=(),
         events=events, examples=sorted(drawn[:examples], key=itemgetter("index")),
         judged=[(row["server"], garbage(row["text"][:_JUDGED_CHARACTERS], row["completion_tokens"])) for row in drawn],
         gaps=pauses(rows, (samples, gpus), events), stamps=[one["at"] for one in events], damaged=damaged,
     )  # fmt: skip
     names = "rows", "samples", "gpus", "events", "failures"  # `watched` with pauses: what was steady ends there
     timed = {name: _timed(data.running, getattr(data, name)) for name in names}
-    return replace(data, watched=_watched(data), **timed)
+    watched = _watched(data)
+    return replace(data, watched=watched, starts=_starts(data, watched, len(begun)), **timed)
 
 
 def _timed(of: Callable[[Any], Array], part: Any) -> Any:
@@ -354,6 +370,17 @@ def _watched(data: RunData) -> list[Watched]:
             garbage=int(part["flags"].isin(bad).sum()) if bad else judged[1][name],
         ))  # fmt: skip
     return watched
+
+
+def _starts(data: RunData, watched: Sequence[Watched], last: int) -> list[list[Watched]]:
+    """`RunData.starts`. Args: last, the number of the last start, that of the first being 1."""
+    sizes = [frame.groupby(["start", "server"], observed=True).size() for frame in (data.rows, data.samples)]
+    seen = pd.concat([size.reset_index(name="lines").astype({"server": str}) for size in sizes]).groupby("start")
+    lines, names = seen["lines"].sum(), {start: set(part["server"]) for start, part in seen}
+    if last in names:
+        names[last] |= {each["name"] for each in (data.status or {}).get("servers", ())}
+    order = sorted(names, key=lambda start: (data.is_going and start == last, lines[start], start), reverse=True)
+    return [[each for each in watched if each.name in names[start]] for start in order]
 
 
 def _thinned(part: pd.DataFrame) -> list[EngineSample]:

@@ -35,6 +35,7 @@ def per_server(data: RunData) -> Table:
     frame["decoded tokens/s"] = server_rates(data, found)
     frame["cap"] = [each.limits.max_running_requests for each in data.watched]
     frame = frame.join(medians(data, found)).assign(outages=[*map(down.count, frame.index)])
+    frame = frame[frame["rows"].notna() | frame.index.isin([each.name for each in data.together])]
     note = f"Client: finished rows over the busy time. Decoded, by its counter, and medians of gauges: {found.words}."
     return of_frame("per_server", "Per server", frame, note)
 
@@ -60,7 +61,7 @@ def finish_reasons(data: RunData) -> Table:
 def findings(data: RunData, model: Planned | None) -> Table:
     """What limits the servers and what is wrong, over the whole run, by severity."""
     left = (data.status or {}).get("pending", data.missing) if data.is_going else None
-    found = [*off_plan(data, model), *diagnose(data.watched, rows_left=left, planned=model)]
+    found = [*off_plan(data, model), *diagnose(data.together, rows_left=left, planned=model)]
     alike = [[each for each in found if (each.kind, each.is_binding) == about]
              for about in dict.fromkeys((each.kind, each.is_binding) for each in found)]  # fmt: skip
     lines = [

@@ -45,10 +45,12 @@ def summary(data: RunData, title: str | None = None) -> Table:
 def _rates(data: RunData) -> Iterator[Line]:
     """Prompts and servers, rates in the steady window, and what servers said of themselves in it."""
     found, said, (units, unit) = steady(data), medians(data, steady(data)).median(), data.units
-    caps = [each.limits.max_running_requests for each in data.watched if each.limits.max_running_requests]
+    caps = [each.limits.max_running_requests for each in data.together if each.limits.max_running_requests]
     over = f"by {found.source}; {found.words}, {duration(found.end - found.start)}"
     yield "asked", data.asked, "rows", "prompts frozen for this run"
-    yield "servers", len(data.watched), "", f"{units:,} {unit}(s) in all; engine: {data.engine or 'not said'}"
+    at_once = max(map(len, data.starts), default=len(data.watched))
+    others = f", the most at once; its starts had {len(data.watched)} by name" * (len(data.watched) > at_once)
+    yield "servers", at_once, "", f"{units:,} {unit}(s) in all{others}; engine: {data.engine or 'not said'}"
     yield f"decoded, each {unit}", found.decoded / units, _RATE, over
     yield "decoded, fleet", found.decoded, _RATE, f"{over}; the sum of the next three"
     yield "client rate, same time", found.client, _RATE, "answers that arrived in it, over its seconds"
@@ -175,7 +177,7 @@ def plan(data: RunData, model: Planned | None) -> Table:
     if model is not None and len(data.rows):
         setting, found, load = model.setting, steady(data), model.setting.workload
         said, mean = medians(data, found).median(), mean_tokens(data)[0]
-        limit = min((each.limit for each in data.watched if each.limit), default=None)
+        limit = min((each.limit for each in data.together if each.limit), default=None)
         one = setting.predict(model.plan.current.memory, limit)
         prompts = min(setting.prompts, data.run["spec"]["prompts"].get("limit") or setting.prompts)
         hours = (data.ended - data.began + time_left(data)[0]) / 3600
@@ -187,7 +189,7 @@ def plan(data: RunData, model: Planned | None) -> Table:
             ("running", "requests a server", one.running, float(said["running"])),
             ("KV usage", "share", one.full_token_usage, float(said["KV usage"])),
             ("state usage", "share", one.mamba_usage, float(said["state usage"])),
-            ("decoded", f"{_RATE} a server", one.tok_per_s, found.decoded / max(1, len(data.watched))),
+            ("decoded", f"{_RATE} a server", one.tok_per_s, found.decoded / max(1, len(data.together))),
             ("time for all rows", "h", one.hours(prompts, setting.servers), hours),
         ):
             ratio = got / expected if expected and isfinite(got) else None

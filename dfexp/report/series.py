@@ -70,7 +70,7 @@ def flight(data: RunData) -> tuple[Array, Array, Array]:
 @once
 def steady(data: RunData) -> Measured:
     """The time in which most servers were in a steady state; without samples, or without one, the client's or all."""
-    phases = [phase(each, may_drain=not data.is_going) for each in data.watched]
+    phases = [phase(each, may_drain=not data.is_going) for each in data.together]
     found, window = [samples for kind, samples in phases if kind == "steady"], None
     times, level, _ = flight(data)
     if found and 2 * len(found) >= len(phases):
@@ -121,12 +121,17 @@ def server_rates(data: RunData, found: Measured) -> list[float | None]:
 
 
 def _counters(data: RunData) -> list[Samples]:
-    """Each server's counter; of one that went down and never came back it is known that it made nothing more."""
+    """Each server's counter; of one that went down and never came back, or that a later start did not have, it is known
+    that it made nothing more.
+    """
+    starts = data.samples.groupby(data.samples["server"].astype(str))["start"].max()
+    gone = {*starts.index[starts < starts.max()]}
     lasts = {one["server"]: one["event"] for one in data.events if one["event"] in ("server_down", "server_back")}
     pairs = {each.name: (data.running([one.at for one in each.samples]).tolist(),
                          [one.realtime_decode_tokens_total for one in each.samples])
              for each in data.watched}  # fmt: skip
-    return [away(pair, data.ended) if lasts.get(name) == "server_down" else pair for name, pair in pairs.items()]
+    return [away(pair, data.ended) if lasts.get(name) == "server_down" or name in gone else pair
+            for name, pair in pairs.items()]  # fmt: skip
 
 
 @once
@@ -186,9 +191,9 @@ def in_flight(data: RunData) -> pd.DataFrame:
 def gauges(data: RunData) -> pd.DataFrame:
     """What servers said, means by bin: requests of all of them together, usages of the mean server."""
     looks = data.samples[data.samples["at"].between(data.began, data.ended)]
-    by = looks.groupby([_binned(data, looks["at"]), "server"], observed=True)
-    means = by[[*REQUESTS, *POOLS]].mean().groupby("start_s")
-    found = means[list(REQUESTS)].sum(min_count=1).join(means[list(POOLS)].mean())
+    by = looks.groupby([_binned(data, looks["at"]), "start", "server"], observed=True)
+    means = by[[*REQUESTS, *POOLS]].mean().groupby(["start_s", "start"])  # servers of two starts were not there at once
+    found = means[list(REQUESTS)].sum(min_count=1).join(means[list(POOLS)].mean()).groupby("start_s").mean()
     return _widths(data, found.reset_index())
 
 

@@ -144,3 +144,36 @@ def test_what_was_steady_before_a_pause_is_a_stretch_of_its_own(tmp_path: Path) 
     assert found.words == "steady state, found in the servers' samples"
     assert found.end < end or found.start > end
     report.write(data, ReportGroup(), tmp_path)
+
+
+def test_servers_of_an_earlier_start_are_not_counted_beside_those_of_a_later_one(tmp_path: Path) -> None:
+    """Each start launches its servers anew, so that they have other names; the third has nothing left to do."""
+    rows, samples = played("after", 1500)
+    later = {f"127.0.0.1:{30000 + index}": f"127.0.0.1:{40000 + index}" for index in range(2)}
+    shift_s = max(each.submitted_at + each.latency_s for each in rows) + 600.0 - START
+    again = [replace(each, index=each.index + 1500, submitted_at=each.submitted_at + shift_s, server=later[each.server])
+             for each in rows]  # fmt: skip
+    looks = [{**each, "at": each["at"] + shift_s, "server": later[each["server"]]} for each in samples]
+    idle = [{**samples[0], "at": START + 3 * shift_s + nth, "server": f"127.0.0.1:{50000 + nth}"} for nth in range(2)]
+    events, spec = [started(START - 1), started(START + shift_s - 1)], spec_of("after")
+    once = report.load(write_run(tmp_path, rows, name="once", samples=samples, events=events[:1], **spec))
+    twice_ = report.load(write_run(tmp_path, [*rows, *again], name="two", samples=[*samples, *looks], events=events,
+                                   rows_per_shard=500, **spec))  # fmt: skip
+    events.append(started(START + 3 * shift_s - 1))
+    thrice = report.load(write_run(tmp_path, [*rows, *again], name="three", samples=[*samples, *looks, *idle],
+                                   events=events, rows_per_shard=500, **spec))  # fmt: skip
+    first, second, third = (values(data) for data in (once, twice_, thrice))
+    assert second == pytest.approx(third, nan_ok=True), "a start that made no row changes nothing"
+    assert twice_.stopped == thrice.stopped == "stopped in between: 9 min 59 s"
+    for what in ("servers", "request cap", "slots occupied", "decoded, fleet", "decoded, each GPU", "running"):
+        assert second[what] == pytest.approx(first[what], rel=0.01), what
+    assert second["GPU-hours"] == pytest.approx(2 * first["GPU-hours"], rel=0.01)
+    for data in (twice_, thrice):
+        assert (data.slots, len(details.per_server(data).rows)) == (144, 4)
+        assert details.findings(data, None).rows[0]["evidence"].startswith("2 of 2 servers, such as 127.0.0.1:4000")
+        rates, said = series.rates(data), series.gauges(data)
+        assert rates["server"].notna().all(), "what is gone is not silent"
+        assert said["num_running_reqs"].max() <= 128
+        chart = figures.in_flight(data)
+        assert chart is not None
+        assert [mark.name for mark in chart.figure.layout.shapes] == ["144 at once (cap)", data.stopped]
