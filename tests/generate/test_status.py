@@ -159,7 +159,7 @@ def assert_told(run: Watched, middle: dict[str, Any]) -> None:
     kinds = [event["kind"] for event in run.events("finding")]
     assert kinds.count("client-limited") == 1, "told once, however long it lasts"
     for server in middle["servers"]:
-        assert server["num_running_reqs"] == pytest.approx(32, abs=2)
+        assert server["num_running_reqs"] == pytest.approx(32, abs=4)
         assert (server["num_queue_reqs"], server["cap"]) == (0, 36)
         assert 0 < server["full_token_usage"] < server["mamba_usage"] < 1
         assert server["server_tok_per_s"] == pytest.approx(middle["server_tok_per_s"] / 2, rel=0.05)
