@@ -65,7 +65,8 @@ def watch(folder: RunFolder, seen: Sequence[int], *, interval_s: float = 1.0) ->
 
 def _conclude(folder: RunFolder, status: dict[str, Any] | None) -> dict[str, Any]:
     """The status of a run that ended, or the error of one that ended otherwise; its process is gone."""
-    resume = f"Run this cell again to resume, or `dfexp resume {folder.name}`; its log is {folder.log}."
+    resume = f"To go on: `dfexp resume {folder.name}`, or in a notebook the cell again. For a report of what is there:"
+    resume += f" `dfexp report {folder.name}`. Its log is {folder.log}."
     if status is None or status["state"] not in control.FINAL_STATES:
         where = livepage.counts(status) if status else "nothing reported yet"
         raise RunError(

@@ -44,7 +44,8 @@ def line(status: Mapping[str, Any] | None) -> str:
     if (rollout := status.get("rollout")) and rollout["state"] not in FINAL:
         parts.append(str(rollout["text"]))
     if is_running and status["findings"]:
-        words = "{kind}: {evidence}".format(**status["findings"][0])
+        first = status["findings"][0]
+        words = ": ".join(filter(None, (first["kind"], first["change"], first["evidence"])))
         parts.append(words if len(words) <= _MOST_WORDS else words[: _MOST_WORDS - 3] + "...")
     if status["state"] in ("stopped", "failed") and status["reason"]:
         parts.append(str(status["reason"]))

@@ -16,7 +16,7 @@ from typing import Any
 
 from dfexp import prompts
 from dfexp.client import ServerClient, answers
-from dfexp.equivalence import Said, Verdict, compare, first_difference
+from dfexp.equivalence import LEAST_PAIRS, Said, Verdict, compare, first_difference
 from dfexp.errors import ParamsError
 from dfexp.fleet import up
 from dfexp.fleet.record import flat
@@ -53,6 +53,8 @@ def both_ways(
     changes = _changes(spec, changed)
     if not changes:
         raise ParamsError("both configurations are the same. Name what shall differ, with --with fleet.KEY=VALUE.")
+    if terms.prompts < LEAST_PAIRS:
+        raise ParamsError(f"{terms.prompts} prompts say too little. Give --prompts {LEAST_PAIRS} or more.")
     drawn = _draw(prompts.read(spec.prompts, root), terms)
     reference, again = _served(spec, root, "reference", drawn, terms, 2, tell)
     (other,) = _served(changed, root, "changed", drawn, terms, 1, tell)
@@ -85,7 +87,7 @@ def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
         return []
     note = (
         "Both configurations answered the same prompts. The reference was asked twice: what differs then is noise. "
-        "By chance: how often as much would be seen if nothing had changed; below 0.01, shared by the tests, it counts."
+        "p: how often chance alone shows as much where nothing has changed; below 0.01, shared by the tests, it counts."
     )
     rows = [
         {
@@ -99,8 +101,8 @@ def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
     ]  # fmt: skip
     last = found[-1]
     title = labelled("Does a setting change what the model says?", last["engine"])
-    tests = [{**{key: test[key] for key in ("name", "reference", "changed")}, "by chance": test["p"],
-              "reference against itself, by chance": test["own_p"]} for test in last["tests"]]  # fmt: skip
+    tests = [{**{key: test[key] for key in ("name", "reference", "changed")}, "p": test["p"],
+              "p, reference against itself": test["own_p"]} for test in last["tests"]]  # fmt: skip
     return [
         Table(name="equivalence", title=title, rows=rows, note=note),
         Table(name="equivalence_tests", title=f"Tests of: {'; '.join(last['changes'])}", rows=tests),

@@ -133,6 +133,19 @@ def test_check_says_what_would_be_run_and_starts_nothing(project: Path, capsys: 
     assert not (project / "outputs").exists()
 
 
+@pytest.mark.usefixtures("project")
+def test_what_looks_wrong_ahead_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    doubtful = ["--set", "report.compare=nosuch", "--set", "generation.max_tokens=512"]
+    assert cli.main(["check", "params/small.yaml", *doubtful]) == cli.EXIT_OK
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "warning: report.compare: nosuch is not there (yet)",
+        "warning: generation.max_tokens = 512: a context of 512 has no room for that and a prompt",
+    ]
+    cli.main(["preflight", "params/small.yaml", "--set", "prompts.path=none.jsonl"])
+    assert capsys.readouterr().err == "warning: prompts.path: none.jsonl is not there (yet)\n"
+
+
 def test_a_run_of_other_prompts_or_sampling_is_wrong_input(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = generate.prepare(params.load(project / "params" / "small.yaml"), project)
     recorded = json.loads(folder.run_json.read_text())

@@ -93,7 +93,7 @@ def test_an_interrupt_stops_the_run_and_says_how_to_resume(folder: RunFolder) ->
     process = begin(folder, "stops")
     before = signal.getsignal(signal.SIGINT)
     helper = interrupt_when("control", folder)
-    with pytest.raises(RunStopped, match=r"60 of 100 done, 2 failed; 38 left.*Run this cell again to resume"):
+    with pytest.raises(RunStopped, match=r"60 of 100 done, 2 failed; 38 left.*`dfexp resume demo`.*`dfexp report demo`"):
         watch(folder)
     assert (folder.path / "verbs").read_text().split() == [control.STOP]
     assert signal.getsignal(signal.SIGINT) is before
@@ -134,7 +134,7 @@ def test_a_killed_run_is_reported_at_once(folder: RunFolder) -> None:
     process.kill()
     process.wait()
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"gone without having stopped.*40 of 100 done.*again to resume"):
+    with pytest.raises(RunError, match=r"gone without having stopped.*40 of 100 done.*dfexp resume"):
         watch(folder)
     assert time.monotonic() - began < 5
 

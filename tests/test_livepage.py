@@ -33,7 +33,7 @@ def test_a_line_has_counts_rate_window_and_time_left_with_its_bounds() -> None:
 def test_a_line_has_the_servers_own_rate_where_they_tell_it_and_the_first_finding_cut_short() -> None:
     told = line(status(server_tok_per_s=9400.0, findings=[{**FINDING, "evidence": "y" * 500}, FINDING]))
     assert "9,400 tok/s (servers, last 20 s)" in told
-    assert "client-limited: yyy" in told
+    assert "client-limited: generation.concurrency: 72: yyy" in told
     assert told.endswith("y...")
     assert len(told) < 350
     assert "client-limited" not in line(status("stopped", findings=[FINDING]))

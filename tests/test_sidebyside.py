@@ -50,6 +50,9 @@ def test_two_equal_configurations_are_refused_before_anything_starts(tmp_path: P
     spec = params.load(DEMO, [f"outputs={tmp_path}"])
     with pytest.raises(ParamsError, match="both configurations are the same"):
         sidebyside.both_ways(spec, spec, project_root(), print)
+    other = params.load(DEMO, [f"outputs={tmp_path}", "generation.top_k=3"])
+    with pytest.raises(ParamsError, match=r"6 prompts say too little\. Give --prompts 20 or more"):
+        sidebyside.both_ways(spec, other, project_root(), print, sidebyside.Terms(prompts=6))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from pathlib import Path
 
 from dfexp import fleet, params, preflight, prompts
 from dfexp.capacity import plan_command
@@ -18,6 +20,7 @@ def check(args: argparse.Namespace) -> int:
     """`dfexp check PARAMS`: parameters and prompts, starting nothing."""
     spec = params.load(args.params, args.set)
     engine_for(spec.fleet, project_root()).outside_key()
+    _warn(spec, project_root())
     found = prompts.measured(spec.prompts, project_root())
     dropped = ", ".join(f"{count} {reason}" for reason, count in found["dropped_by_reason"].items()) or "none"
     is_right = f"{args.params} is right: run {spec.run!r}, engine {spec.fleet.engine}"
@@ -37,6 +40,7 @@ def prompts_dry(args: argparse.Namespace) -> int:
 def preflight_run(args: argparse.Namespace) -> int:
     """`dfexp preflight PARAMS`: what the servers of a run need and this machine has or lacks, and what would start."""
     spec, root = params.load(args.params, args.set), project_root()
+    _warn(spec, root)
     try:
         if fleet.is_running(spec, root):
             print(f"fleet {spec.fleet_name!r} runs already; its own ports and memory count as taken")
@@ -55,8 +59,23 @@ def preflight_run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """`dfexp plan PARAMS`: which SGLang flags finish the run soonest, and what it will cost."""
-    print(plan_command.plan_text(params.load(args.params, args.set), project_root(), as_json=args.json))
+    spec, root = params.load(args.params, args.set), project_root()
+    _warn(spec, root)
+    print(plan_command.plan_text(spec, root, as_json=args.json))
     return EXIT_OK
+
+
+def _warn(spec: params.RunSpec, root: Path) -> None:
+    """Say on stderr what is not there, or does not fit; it may change until the run starts."""
+    runs = [spec.report.compare] if isinstance(spec.report.compare, str) else spec.report.compare
+    named = [("prompts.path", name) for part in (spec.prompts, *spec.prompts.sources) for name in part.files]
+    for key, name in (*named, *(("report.compare", name) for name in runs)):
+        if not any((folder / Path(name).expanduser()).exists() for folder in (root, root / spec.outputs)):
+            print(f"warning: {key}: {name} is not there (yet)", file=sys.stderr)
+    room = getattr(spec.fleet, "context_length", None) or getattr(spec.fleet, "flags", {}).get("context_length")
+    if isinstance(asked := spec.generation.max_tokens, int) and room and asked >= room:
+        words = f"a context of {room} has no room for that and a prompt"
+        print(f"warning: generation.max_tokens = {asked}: {words}", file=sys.stderr)
 
 
 def capacity_check(args: argparse.Namespace) -> int:

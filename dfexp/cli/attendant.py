@@ -20,11 +20,8 @@ from dfexp.params import RunSpec
 from dfexp.shards import not_uploaded
 from dfexp.tables import labelled
 
-_DOES = {
-    "01_launch_fleet": "checks, then servers, started or attached to, until each has made a token",
-    "02_capacity": "the room that they have, and one request as a probe", "03_generate": "the rows",
-    "04_report": "tables and figures",
-}  # fmt: skip
+_DOES = {"01_launch_fleet": "checks, then servers until each has made a token", "02_capacity": "room, and a probe",
+         "03_generate": "the rows", "04_report": "tables and figures"}  # fmt: skip
 NOTEBOOKS = tuple(_DOES)
 
 
@@ -58,30 +55,27 @@ def run_notebooks(
         finally:
             if not keeps_fleet:
                 attendant.leave()
-    if sample:
-        return EXIT_OK
     if ended and spec.store.bucket:
         from dfexp.cli.stores import bring  # here, since it takes boto3, which is slow to import
 
         bring(folder, spec.store)  # what it could not bring, the conclusion and the exit status tell
-    return _conclude(folder, ended or control.read_status(folder) or {})
+    return EXIT_OK if sample else _conclude(folder, ended or control.read_status(folder) or {})
 
 
 def _ended(folder: RunFolder, retry_failed: Sequence[str]) -> dict[str, Any] | None:
     """The status of a run none of whose rows is to be sent; None: there are some. What it had open is sealed."""
-    run, found = read_json(folder.run_json), control.read_status(folder)
-    if "fingerprint" not in run:
-        return None
+    if not generate.kept(folder)[2]:
+        return None  # it was never started
+    found = control.read_status(folder) or {}
     with opened(folder) as shards:
         if shards.pending(shards.failures_by_kind() if generate.ALL_KINDS in retry_failed else retry_failed):
             return None
         shards.seal()
-        counts = {"done": shards.done, "failed": shards.failed, "asked": run["prompts"]["asked"]}
+        counts = {"done": shards.done, "failed": shards.failed, "asked": shards.done + shards.failed}
     say(f"nothing is left to do: {tally(**counts)}")
-    ended = {**(found or {"engine": run["fleet"]["engine"]}), "state": "ended", "reason": None, **counts}
-    if found and found["state"] != "ended":  # its process was stopped or killed after the last row
-        control.write_status(folder, ended)
-    return ended
+    if found.get("state", "ended") != "ended":  # its process was stopped or killed after the last row
+        control.write_status(folder, {**found, "state": "ended", "reason": None, **counts})
+    return {**found, "state": "ended", **counts}
 
 
 def _conclude(folder: RunFolder, found: Mapping[str, Any]) -> int:
@@ -172,7 +166,7 @@ class Attendant:
         try:
             generate.stop(self._folder, reason="dfexp run was told to stop", now=self._obeyed > 1)
         except ControlError:
-            raise RunStopped(f"stopped before rows were made. Go on with: dfexp resume {self._folder.name}") from None
+            raise RunStopped(f"stopped while no row was made. Go on with: dfexp resume {self._folder.name}") from None
         if self._obeyed > 2:
             raise RunStopped(f"left at once. Rows reported done are safe. Go on with: dfexp resume {self._folder.name}")
         say("stopping: requests in flight may finish; once more cuts them off")

@@ -17,5 +17,6 @@ def equivalence(args: argparse.Namespace) -> int:
     verdict = sidebyside.both_ways(spec, changed, project_root(), say, sidebyside.Terms(**given))
     print(verdict)
     for test in verdict.tests:
-        print(f"  {test.name}: {test.reference} -> {test.changed}, by chance in {test.p:.2g}")
+        shown = f"{test.p:.2f}" if test.p >= 0.01 else f"{test.p:.1g}"
+        print(f"  {test.name}: {test.reference} -> {test.changed}, p = {shown} (chance alone)")
     return EXIT_FAILED if verdict.verdict in (DIFFERS, TOO_FEW) else EXIT_OK

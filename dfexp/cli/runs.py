@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
 
 from dfexp import control, generate, livepage, notebook, params
@@ -79,6 +80,9 @@ def status(args: argparse.Namespace) -> int:
         if not alive and found and found["state"] not in control.FINAL_STATES:
             found, gone = {**found, "state": "killed", "eta_s": None}, f"  (dfexp resume {folder.name} goes on)"
         print(f"{folder.name}: {livepage.line(found) if found else _unseen(folder)}{gone}")
+        for each in found["findings"] if found and args.run and alive else ():
+            words = " ".join(filter(None, (f"{each['kind']}:", each["evidence"], each["change"])))
+            print(textwrap.fill(words, 120, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
         servers = found["servers"] if found and args.run else ()
         if servers and not alive:
             print("  no process runs; the servers as it last saw them:")

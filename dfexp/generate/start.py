@@ -79,15 +79,10 @@ def prepare(spec: RunSpec, root: Path) -> RunFolder:
         write_json(
             folder.run_json,
             {
-                "run": spec.run,
-                "spec": spec.model_dump(),
-                "versions": versions(),
-                "hardware": hardware(),
-                "prompts": frozen.to_json(),
-                "configs": {},
-                "created_at": time.time(),
+                "run": spec.run, "spec": spec.model_dump(), "versions": versions(), "hardware": hardware(),
+                "prompts": frozen.to_json(), "configs": {}, "created_at": time.time(),
             },
-        )
+        )  # fmt: skip
     return folder
 
 
@@ -124,7 +119,10 @@ def start(
         if control.going_on(folder) is not None:
             _check_same(spec, folder)
             return folder
-        if retry_failed is None and sample is None and _has_ended(spec, folder):
+        found = control.read_status(folder) or {}
+        has_ended = found.get("state") == "ended" and kept(folder) == (found["done"], found["failed"], found["asked"])
+        is_stored = not (spec.store.bucket and not_uploaded(folder.completions))
+        if has_ended and is_stored and retry_failed is None and sample is None:
             return folder
         the_fleet = fleet.attach(fleet_folder(spec, root))
         while (the_fleet.lease_holder() or "").startswith(CHANGE):
@@ -135,21 +133,11 @@ def start(
     return folder
 
 
-def _has_ended(spec: RunSpec, folder: RunFolder) -> bool:
-    """Whether there is nothing left to do, and the files say so as the last status does."""
-    status = control.read_status(folder) or {}
-    if status.get("state") != "ended" or (spec.store.bucket and not_uploaded(folder.completions)):
-        return False
-    return kept(folder) == (status["done"], status["failed"], status["done"] + status["failed"])
-
-
 def kept(folder: RunFolder) -> tuple[int, int, int]:
     """Done, failed and asked rows by the sealed shards, also of a run that was restored; (0, 0, 0): no start yet."""
     manifest = read_manifest(folder.completions)
-    if manifest is None:
-        return 0, 0, 0
-    done, failed = sum(entry.rows for entry in manifest.shards), sum(1 for _ in read_failures(folder.completions))
-    return done, failed, manifest.total
+    done = sum(entry.rows for entry in manifest.shards) if manifest else 0
+    return done, sum(1 for _ in read_failures(folder.completions)), manifest.total if manifest else 0
 
 
 def stop(folder: RunFolder, *, reason: str, now: bool = False) -> None:

@@ -99,7 +99,7 @@ def test_watch_interrupt_resume_and_report(browser: Browser, lab: Lab, project: 
     page.screenshot(path=tmp_path / "running.png")
 
     page.evaluate(EXECUTE, "notebook:interrupt-kernel")
-    message = page.locator(".jp-OutputArea-output").filter(has_text="Run this cell again to resume")
+    message = page.locator(".jp-OutputArea-output").filter(has_text="in a notebook the cell again")
     expect(message).to_be_visible(timeout=120_000)
     expect(message).to_contain_text("RunStopped")
     progress(page, "stopped")

@@ -125,7 +125,7 @@ def test_papermill_that_is_interrupted_ends_with_an_error_that_says_how_to_resum
         kept = (place / "out.ipynb").read_text()
         assert "RunStopped" in kept
         for said in (err, kept):  # papermill itself says no more than that it was aborted
-            assert "Run this cell again to resume, or `dfexp resume r`" in said
+            assert "To go on: `dfexp resume r`" in said
         assert control.wait_until(lambda: control.living_process(folder) is None, 60)
         ledger = Ledger(folder)
         ledger.check()
