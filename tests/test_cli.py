@@ -22,8 +22,9 @@ from dfexp import cli, control, fleet, generate, params
 from dfexp.cli.attendant import NOTEBOOKS
 from dfexp.generate import identity
 from dfexp.layout import RunFolder
+from dfexp.processes import ProcessId
 from dfexp.shards import Shards, list_shards, read_failures, read_rows
-from tests.finished_run import failure, row
+from tests.finished_run import failure, row, status
 
 WRONG = sorted((Path(__file__).parent / "data" / "params").glob("*.yaml"))
 ROWS = 40
@@ -255,6 +256,21 @@ def finished(project: Path, *, rows: int = ROWS) -> RunFolder:
     with Shards.open(folder.completions, total=ROWS + 1, fingerprint=prints, rows_per_shard=7) as shards:
         shards.commit([row(index) for index in range(rows)], [failure(ROWS)])
     return folder
+
+
+def test_status_of_one_run_tells_its_findings_whole(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, me = finished(project), ProcessId.current()
+    finding = {
+        "kind": "KV pool",
+        "severity": "limit",
+        "evidence": "tokens wait, " * 30 + "by pages.",
+        "change": "Do this.",
+    }
+    control.write_status(folder, status(pid=me.pid, process_started=me.started, findings=[finding]))
+    assert cli.main(["status", "small"]) == cli.EXIT_OK
+    said = capsys.readouterr().out
+    assert f"KV pool: {finding['evidence']} Do this." in " ".join(said.split())
+    assert max(map(len, said.split("  KV pool")[1].splitlines())) <= 120
 
 
 def test_status_of_a_run_that_was_restored(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
