@@ -21,7 +21,7 @@ from dfexp.tables import duration, labelled
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#3B3B3B")
 """After Okabe and Ito; their yellow and black are left out for contrast on white."""
 
-_PARTS = {"client": "finished (client)", "in_flight": "growth in flight", "unexplained": "unexplained"}
+_PARTS = {"client": "finished (client{})", "in_flight": "growth in flight", "unexplained": "unexplained"}
 _HEIGHT = 400
 _POINTS, _BESIDE = 1500, 5  # of a cloud; series, above which their names do not fit into a line
 _SERVERS = 8  # more have more colours than eyes tell apart
@@ -102,7 +102,7 @@ def gap(data: report.RunData) -> Chart | None:
     x, width, title = _bins(data, rates)
     for (name, words), color in zip(_PARTS.items(), PALETTE, strict=False):
         if rates[name].notna().any():
-            figure.add_bar(x=x, y=rates[name], width=width, name=words, marker_color=color)
+            figure.add_bar(x=x, y=rates[name], width=width, name=words.format(_cut(data)), marker_color=color)
     if rates["server"].notna().any():
         figure.add_scatter(x=x, y=rates["server"], name="decoded (servers)", line={"color": PALETTE[7], "width": 2})
     subtitle = f"Within each {_width(data)}; in flight: tokens that are made and not yet answered, of finished rows"
@@ -114,12 +114,17 @@ def in_flight(data: report.RunData) -> Chart | None:
     """Requests in flight, running and queued over time, against what servers decode at once. None without rows."""
     sent, said, figure = series.in_flight(data), series.gauges(data), go.Figure()
     x, width, title = _bins(data, sent)
-    figure.add_bar(x=x, y=sent["requests"], width=width, name="in flight (client)", opacity=0.4)
+    figure.add_bar(x=x, y=sent["requests"], width=width, name=f"in flight (client{_cut(data)})", opacity=0.4)
     _lines(figure, data, said, {name: f"{words} (servers)" for name, words in series.REQUESTS.items()})
     if data.slots:
         figure.add_hline(y=data.slots, name=f"{data.slots:,} at once (cap)", **_LIMIT)
     subtitle = "In flight: sent and not yet answered, finished rows only; servers: their gauges added up, means of bins"
     return _over_time(figure, data, "Requests in flight", subtitle, title, "requests") if len(sent) else None
+
+
+def _cut(data: report.RunData) -> str:
+    """Why bars end before lines do, "" where they do not: the run goes on, or was cut off."""
+    return "; ends where requests have no row" * (series.known_until(data) < data.ended)
 
 
 def usages(data: report.RunData) -> Chart | None:
@@ -164,7 +169,7 @@ def usages_by_running(data: report.RunData) -> Chart | None:
         if looks[name].notna().any():
             marker = {"size": 5, "opacity": 0.5}
             figure.add_scatter(x=looks["num_running_reqs"], y=looks[name], mode="markers", name=words, marker=marker)
-    caps = sorted(each.limits.max_running_requests for each in data.together if each.limits.max_running_requests)
+    caps = sorted(each.limits.max_running_requests for each in data.starts[0] if each.limits.max_running_requests)
     for cap in {*caps[:1], *caps[-1:]}:
         figure.add_vline(x=cap, name=f"cap {cap}", **_LIMIT)
     subtitle = f"One point a sample of one server, evenly drawn from {len(data.samples):,}"

@@ -159,7 +159,8 @@ class Overview:
 
     def _watched(self, lane: Lane) -> Watched:
         state = "draining" if lane.is_held else lane.state
-        samples, flags = tuple(self._sampler.recent[lane.name]), getattr(self._s.fleet.settings(lane.name), "flags", {})
+        samples, group = tuple(self._sampler.recent[lane.name]), self._s.fleet.settings(lane.name)
+        flags = getattr(group, "flags", {"max_running_requests": getattr(group, "max_running_requests", None)})
         seen = self._traffic(lane.name).watched(self._now())
         return Watched(
             name=lane.name, samples=samples, limits=lane.limits, flags=flags, state=state, limit=lane.limit, **seen

@@ -57,7 +57,8 @@ def write(
 def conclusion(data: RunData, made: Mapping[str, Table]) -> str:
     """What the run came to, as Markdown. Args: made, its tables."""
     values = {line["what"]: line for line in made["summary"].rows}
-    again = " Run 03_generate again to go on." if data.missing and not data.is_going else ""
+    is_over, is_open = data.folder.path.parent.name == "rehearsals", data.missing and not data.is_going
+    again = (" A rehearsal ends with its hours." if is_over else " Run 03_generate again to go on.") * bool(is_open)
     counts = f"{len(data.rows):,} of {data.asked:,} rows are done, {len(data.failures):,} failed, {data.missing:,} are"
     parts = [f"**{labelled(f'{counts} missing', data.engine)}.**{again}"]
     rate, how = text(values["decoded, fleet"]["value"]), values["decoded, fleet"]["how it is measured"]

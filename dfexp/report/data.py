@@ -69,7 +69,8 @@ class RunData:
         busy_s: time in which at least one request of `rows` was in flight; NaN without rows.
         samples: one line per look at a server, `EngineSample` by column; NaN is what it did not say.
         watched: for each server its samples, evenly thinned to `_WATCHED`, and with pauses, and what is known of it.
-        starts: for each start that made rows or looks its servers; first the present one, else that with most of them.
+        starts: for each start that made rows or looks its servers, which were there at once, unlike all of `watched`;
+            first that by which the run is judged: the present one, else the longest. Never empty.
         gpus: one line per look at a GPU, as metrics.jsonl has it.
         examples: whole rows, drawn at random, by index.
         judged: of rows drawn at random, whether they looked like garbage when this was read: server, and why or None.
@@ -115,7 +116,7 @@ class RunData:
     @property
     def units(self) -> tuple[int, str]:
         """What the run costs time of, and its name: GPUs where the engine is SGLang's, else servers."""
-        servers = int(self.fleet.get("servers") or len(self.together) or 1)
+        servers = int(self.fleet.get("servers") or len(self.starts[0]) or 1)
         if self.engine not in ("sglang", SIMULATED) or self.fleet.get("device") == "cpu":
             return servers, "server"
         return servers * gpus_per_server(flags_of(self.fleet)), "GPU"
@@ -123,13 +124,8 @@ class RunData:
     @property
     def slots(self) -> int | None:
         """Requests that the servers of a start decode at once, of the most; None where one always does not say."""
-        caps = [[each.limits.max_running_requests or 0 for each in start] for start in (self.starts or [self.watched])]
+        caps = [[each.limits.max_running_requests or 0 for each in start] for start in self.starts]
         return max((sum(each) for each in caps if all(each)), default=0) or None
-
-    @property
-    def together(self) -> Sequence[Watched]:
-        """The servers that a run is judged by, which were there at once: a later start may have launched others."""
-        return self.starts[0] if self.starts else self.watched
 
     @property
     def is_settled(self) -> bool:
@@ -182,8 +178,9 @@ def once(make: Callable[[RunData], _Made]) -> Callable[[RunData], _Made]:
 
 
 def flags_of(fleet: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags of a fleet's parameters under dfexp's names."""
-    return {own_name(name): value for name, value in (fleet.get("flags") or {}).items()}
+    """Flags of a fleet's parameters under dfexp's names; the request cap of llama.cpp's is one too."""
+    flags = fleet.get("flags") or {name: fleet[name] for name in ("max_running_requests",) if fleet.get(name)}
+    return {own_name(name): value for name, value in flags.items()}
 
 
 def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
@@ -215,7 +212,7 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
         busy_s=max(1e-9, levels(rows, 1)[2][-1]) if len(rows) else nan,  # a simulated clock may stand still
 
         status=control.read_status(folder), is_going=control.living_process(folder) is not None, samples=samples,
-        gpus=gpus, is_virtual=clock is not None, failures=failed, watched=(), starts=(),
+        gpus=gpus, is_virtual=clock is not None, failures=failed, watched=(), starts=((),),
         events=events, examples=sorted(drawn[:examples], key=itemgetter("index")),
         judged=[(row["server"], garbage(row["text"][:_JUDGED_CHARACTERS], row["completion_tokens"])) for row in drawn],
         gaps=pauses(rows, (samples, gpus), events), stamps=[one["at"] for one in events], damaged=damaged,
@@ -380,7 +377,7 @@ def _starts(data: RunData, watched: Sequence[Watched], last: int) -> list[list[W
     if last in names:
         names[last] |= {each["name"] for each in (data.status or {}).get("servers", ())}
     order = sorted(names, key=lambda start: (data.is_going and start == last, lines[start], start), reverse=True)
-    return [[each for each in watched if each.name in names[start]] for start in order]
+    return [[each for each in watched if each.name in names[start]] for start in order] or [[*watched]]
 
 
 def _thinned(part: pd.DataFrame) -> list[EngineSample]:

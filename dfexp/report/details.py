@@ -35,7 +35,7 @@ def per_server(data: RunData) -> Table:
     frame["decoded tokens/s"] = server_rates(data, found)
     frame["cap"] = [each.limits.max_running_requests for each in data.watched]
     frame = frame.join(medians(data, found)).assign(outages=[*map(down.count, frame.index)])
-    frame = frame[frame["rows"].notna() | frame.index.isin([each.name for each in data.together])]
+    frame = frame[frame["rows"].notna() | frame.index.isin([each.name for each in data.starts[0]])]
     note = f"Client: finished rows over the busy time. Decoded, by its counter, and medians of gauges: {found.words}."
     return of_frame("per_server", "Per server", frame, note)
 
@@ -61,7 +61,7 @@ def finish_reasons(data: RunData) -> Table:
 def findings(data: RunData, model: Planned | None) -> Table:
     """What limits the servers and what is wrong, over the whole run, by severity."""
     left = (data.status or {}).get("pending", data.missing) if data.is_going else None
-    found = [*off_plan(data, model), *diagnose(data.together, rows_left=left, planned=model)]
+    found = [*off_plan(data, model), *diagnose(data.starts[0], rows_left=left, planned=model)]
     alike = [[each for each in found if (each.kind, each.is_binding) == about]
              for about in dict.fromkeys((each.kind, each.is_binding) for each in found)]  # fmt: skip
     lines = [
@@ -157,17 +157,18 @@ def _pairs(values: Mapping[str, Any] | None) -> str:
 
 def examples(data: RunData) -> HTML:
     """The drawn rows to read: prompt, thought, answer, and how the answer ended. Everything is escaped."""
-    page = "".join(map(_example, data.examples)) or "none yet"
+    took, unit = data.rows.set_index("index")["latency_s"], f"{'simulated ' * data.is_virtual}s"
+    page = "".join(_example({**row, "latency_s": took[row["index"]]}, unit) for row in data.examples) or "none yet"
     return HTML(f'<div style="{FONT};max-width:960px">{page}</div>')
 
 
-def _example(row: Mapping[str, Any]) -> str:
+def _example(row: Mapping[str, Any], unit: str = "s") -> str:
     thought, answer = split_thought(row["text"])
     said = [(message["role"], message.get("content")) for message in row["messages"]]
     said += [("thought", thought), ("answer", answer)] if thought else [("answer", answer)]
     tokens = f"{text(row['prompt_tokens'])} + {text(row['completion_tokens'])} tokens"
     ended = {"stop": "ended by itself", "length": "cut for length"}.get(row["finish_reason"], str(row["finish_reason"]))
-    facts = " · ".join((tokens, ended, f"{row['latency_s']:.1f} s", row["server"], *row["flags"]))
+    facts = " · ".join((tokens, ended, f"{row['latency_s']:.1f} {unit}", row["server"], *row["flags"]))
     return (
         "<div style='border:1px solid rgba(128,128,128,.35);border-radius:6px;margin:0 0 12px;padding:8px 12px'>"
         "<div style='display:flex;flex-wrap:wrap;justify-content:space-between;gap:12px;margin-bottom:4px'>"

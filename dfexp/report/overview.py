@@ -18,6 +18,7 @@ from dfexp.generate.status import planned as planned_for
 from dfexp.layout import RunFolder
 from dfexp.params import BaselinePart
 from dfexp.records import SIMULATED
+from dfexp.report import series
 from dfexp.report.data import RunData, counted, flags_of, load
 from dfexp.report.series import GPUS, LIMITED, POOLS, REQUESTS, flight, known_until, limited, medians, occupied, steady
 from dfexp.shards import read_manifest
@@ -38,28 +39,30 @@ def summary(data: RunData, title: str | None = None) -> Table:
     note += "".join(f"{odd:,} damaged line(s) of {name} are left out. " for name, odd in data.damaged.items() if odd)
     if data.engine == SIMULATED:
         times = "all times are simulated" if data.is_virtual else "times are the client's, not those of simulated time"
-        note += f"The servers were simulated: {times}."
+        note += f"The servers were simulated: {times}. "
+    note += "The rate to quote is " + ("'client rate'." if steady(data).words == series.WHOLE else "'decoded, fleet'.")
     return Table(name="summary", title=labelled(title or f"Run {data.folder.name}", data.engine), rows=lines, note=note)
 
 
 def _rates(data: RunData) -> Iterator[Line]:
     """Prompts and servers, rates in the steady window, and what servers said of themselves in it."""
     found, said, (units, unit) = steady(data), medians(data, steady(data)).median(), data.units
-    caps = [each.limits.max_running_requests for each in data.together if each.limits.max_running_requests]
+    caps = [each.limits.max_running_requests for each in data.starts[0] if each.limits.max_running_requests]
     over = f"by {found.source}; {found.words}, {duration(found.end - found.start)}"
+    total = f"; the sum of the next {'two' if isnan(found.unexplained) else 'three'}" * (not isnan(found.client))
     yield "asked", data.asked, "rows", "prompts frozen for this run"
-    at_once = max(map(len, data.starts), default=len(data.watched))
-    others = f", the most at once; its starts had {len(data.watched)} by name" * (len(data.watched) > at_once)
-    yield "servers", at_once, "", f"{units:,} {unit}(s) in all{others}; engine: {data.engine or 'not said'}"
+    at_once = max(map(len, data.starts))
+    yield "servers", at_once, "", f"at once; {units:,} {unit}(s) in all; engine: {data.engine or 'not said'}"
     yield f"decoded, each {unit}", found.decoded / units, _RATE, over
-    yield "decoded, fleet", found.decoded, _RATE, f"{over}; the sum of the next three"
+    yield "decoded, fleet", found.decoded, _RATE, over + total
     yield "client rate, same time", found.client, _RATE, "answers that arrived in it, over its seconds"
     yield "growth in flight", found.in_flight, _RATE, "tokens made and not yet answered: at its end, less at its start"
     yield "unexplained", found.unexplained, _RATE, "the rest; what was made for requests that gave no row is in it"
     yield "request cap", min(caps, default=None), "requests a server", "the smallest that a server named"
+    few = "; not told of few in a run without a steady state" * (found.words == series.WHOLE)
     for what in (*REQUESTS.values(), *POOLS.values()):
         unit = "share" if what in POOLS.values() else "requests a server"
-        yield what, float(said[what]), unit, "median over samples of that time, then over servers"
+        yield what, float(said[what]), unit, "median over samples of that time, then over servers" + few
 
 
 def _rows(data: RunData) -> Iterator[Line]:
@@ -125,7 +128,7 @@ def slots(data: RunData) -> tuple[float, str, str]:
     """The share of request slots in use from the first row to 98 % of them, its unit, and what it leaves out."""
     told = (data.status or {}).get("slots") or {}
     if not told.get("there"):
-        return nan, "share", "no server said how many it decodes at once and how many it does"
+        return nan, "share", "not measured: no two looks at a server, while rows were left, said its cap and what ran"
     how = "of requests that ran or waited at a server, over caps, by samples, the last 2 % of each start left out; "
     how += f"{told['running'] / told['there']:.3f} ran by the gauge, which leaves out the newest; servers were "
     return told["occupied"] / told["there"], "share", how + f"away for {duration(told['away_s'])}, which does not count"
@@ -177,7 +180,7 @@ def plan(data: RunData, model: Planned | None) -> Table:
     if model is not None and len(data.rows):
         setting, found, load = model.setting, steady(data), model.setting.workload
         said, mean = medians(data, found).median(), mean_tokens(data)[0]
-        limit = min((each.limit for each in data.together if each.limit), default=None)
+        limit = min((each.limit for each in data.starts[0] if each.limit), default=None)
         one = setting.predict(model.plan.current.memory, limit)
         prompts = min(setting.prompts, data.run["spec"]["prompts"].get("limit") or setting.prompts)
         hours = (data.ended - data.began + time_left(data)[0]) / 3600
@@ -189,7 +192,7 @@ def plan(data: RunData, model: Planned | None) -> Table:
             ("running", "requests a server", one.running, float(said["running"])),
             ("KV usage", "share", one.full_token_usage, float(said["KV usage"])),
             ("state usage", "share", one.mamba_usage, float(said["state usage"])),
-            ("decoded", f"{_RATE} a server", one.tok_per_s, found.decoded / max(1, len(data.together))),
+            ("decoded", f"{_RATE} a server", one.tok_per_s, found.decoded / max(1, len(data.starts[0]))),
             ("time for all rows", "h", one.hours(prompts, setting.servers), hours),
         ):
             ratio = got / expected if expected and isfinite(got) else None

@@ -35,9 +35,8 @@ def pauses(rows: pd.DataFrame, looks: Sequence[pd.DataFrame], events: Sequence[M
 
 def _waits(events: Sequence[Mapping[str, Any]], at: float) -> bool:
     """Whether a server was down then."""
-    before = [
-        one for one in events if one["at"] <= at and one["event"] in ("server_down", "server_back", "run_started")
-    ]
+    kinds = "server_down", "server_back", "run_started"
+    before = [one for one in events if one["at"] <= at and one["event"] in kinds]
     starts = [place for place, one in enumerate(before, 1) if one["event"] == "run_started"]
     return "server_down" in {one["server"]: one["event"] for one in before[max(starts, default=0) :]}.values()
 

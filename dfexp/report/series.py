@@ -30,6 +30,7 @@ _NICE_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400,
 _BINS = 40
 _FULL = 0.9  # of the most requests that were ever in flight: neither a ramp nor a tail
 _LEAST_S = 15.0  # of a window
+WHOLE, _LOOKS = "from the first request to the last answer", 8  # of fewer looks at a server its medians tell nothing
 _RATES = ("server", "client", "in_flight", "unexplained")
 
 
@@ -70,7 +71,7 @@ def flight(data: RunData) -> tuple[Array, Array, Array]:
 @once
 def steady(data: RunData) -> Measured:
     """The time in which most servers were in a steady state; without samples, or without one, the client's or all."""
-    phases = [phase(each, may_drain=not data.is_going) for each in data.together]
+    phases = [phase(each, may_drain=not data.is_going) for each in data.starts[0]]
     found, window = [samples for kind, samples in phases if kind == "steady"], None
     times, level, _ = flight(data)
     if found and 2 * len(found) >= len(phases):
@@ -80,7 +81,7 @@ def steady(data: RunData) -> Measured:
     if (window is None or window[1] - window[0] < _LEAST_S) and len(times):
         window, words = _full(times, level), f"at least {_FULL:.0%} of the most requests in flight"
     if window is None or window[1] - window[0] < _LEAST_S:
-        window, words = (data.began, data.ended), "from the first request to the last answer"
+        window, words = (data.began, data.ended), WHOLE
     start, end, known = *window, known_until(data)
     end = known if start + _LEAST_S <= known < end else end
     return Measured(start=start, end=end, words=words, **_rates(data, start, end))
@@ -124,14 +125,13 @@ def _counters(data: RunData) -> list[Samples]:
     """Each server's counter; of one that went down and never came back, or that a later start did not have, it is known
     that it made nothing more.
     """
-    starts = data.samples.groupby(data.samples["server"].astype(str))["start"].max()
-    gone = {*starts.index[starts < starts.max()]}
     lasts = {one["server"]: one["event"] for one in data.events if one["event"] in ("server_down", "server_back")}
     pairs = {each.name: (data.running([one.at for one in each.samples]).tolist(),
                          [one.realtime_decode_tokens_total for one in each.samples])
              for each in data.watched}  # fmt: skip
-    return [away(pair, data.ended) if lasts.get(name) == "server_down" or name in gone else pair
-            for name, pair in pairs.items()]  # fmt: skip
+    starts = data.samples.groupby(data.samples["server"].astype(str))["start"].max()
+    gone = {*starts.index[starts < starts.max()], *(name for name, last in lasts.items() if last == "server_down")}
+    return [away(pair, data.ended) if name in gone else pair for name, pair in pairs.items()]
 
 
 @once
@@ -219,9 +219,12 @@ def limited(data: RunData) -> dict[str, pd.Series]:
 
 
 def medians(data: RunData, found: Measured) -> pd.DataFrame:
-    """What each server said in a window: a line a server, medians of its gauges, under their words."""
+    """What each server said in a window: a line a server, medians of its gauges, under their words. NaN where these are
+    few and there was no steady state: most are of the ramp.
+    """
     inside, words = data.samples[data.samples["at"].between(found.start, found.end)], REQUESTS | POOLS
-    return inside.groupby(inside["server"].astype(str))[list(words)].median().rename(columns=words)
+    by = inside.groupby(inside["server"].astype(str))[list(words)]
+    return by.median().where(by.count() >= (_LOOKS if found.words == WHOLE else 1)).rename(columns=words)
 
 
 def occupied(data: RunData) -> pd.DataFrame:

@@ -224,3 +224,32 @@ def test_baselines_may_be_thought_of_later_and_nothing_else(
     (line,) = json.loads((folder.report / "baselines.json").read_text())
     assert (line["baseline"], line["verdict"]) == ("node", "met")
     assert folder.run_json.read_bytes() == before
+
+
+def test_a_run_too_short_for_a_steady_state_tells_no_medians_and_which_rate_to_quote(tmp_path: Path) -> None:
+    """Looks of its first seconds, at which nothing ran yet, are no level of it."""
+    looks = [{"at": START + 5 * nth, "server": "127.0.0.1:8080", "num_running_reqs": 0, "num_queue_reqs": 0,
+              "max_running_requests": 4} for nth in range(3)]  # fmt: skip
+    fleet = {"engine": "llamacpp", "servers": 2, "max_running_requests": 4}
+    data = report.load(write_run(tmp_path, [row(i) for i in range(12)], samples=looks, fleet=fleet))
+    lines = {line["what"]: line for line in report.summary(data).rows}
+    assert (lines["running"]["value"], lines["queued"]["value"]) == pytest.approx((nan, nan), nan_ok=True)
+    assert lines["running"]["how it is measured"].endswith("; not told of few in a run without a steady state")
+    assert lines["decoded, fleet"]["how it is measured"].endswith("; the sum of the next two"), "of what is told"
+    assert "cap" in lines["slots occupied, first to 98 %"]["how it is measured"]
+    assert report.summary(data).note.endswith("The rate to quote is 'client rate'.")
+    assert data.watched[0].flags == {"max_running_requests": 4}
+    assert report.summary(report.load(write(tmp_path, "after"))).note.endswith("The rate to quote is 'decoded, fleet'.")
+
+
+def test_a_rehearsal_does_not_ask_to_be_gone_on_with_and_says_why_bars_end(tmp_path: Path) -> None:
+    asked = {"at": START + 400, "event": "stop_asked", "server": None, "in_flight": 128}
+    folder = write(tmp_path, "after", until_s=400, events=[STARTED, asked], name="rehearsals/x")
+    data = report.load(folder)
+    assert "A rehearsal ends with its hours." in told(data)
+    assert "03_generate" not in told(data)
+    assert "Run 03_generate again" in told(report.load(write(tmp_path, "after", until_s=400, events=[STARTED, asked])))
+    for draw in (figures.in_flight, figures.gap):
+        chart = draw(data)
+        assert chart is not None
+        assert chart.figure.data[0].name.endswith("(client; ends where requests have no row)")
