@@ -41,7 +41,6 @@ _PASSING = {
     "ExpiredToken", "RequestExpired", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded",
 }  # fmt: skip
 _BROKEN = (HTTPClientError, NoConnection, CredentialRetrievalError, ResponseParserError, URLError, OSError)
-_CALLED = (BotoCoreError, ClientError, *_BROKEN, RecursionError)  # the last: redirects without an end
 T = TypeVar("T")
 
 
@@ -197,7 +196,7 @@ class Bucket:
         except (_Failed, _Unknown) as answer:
             return isinstance(answer, _Failed)
         finally:
-            with suppress(StoreError, _Missing):  # whoever may not delete leaves it; it is known by its name
+            with suppress(StoreError, _Missing, _Unknown):  # whoever may not delete leaves it; it is known by its name
                 self._call("delete_object", Key=key)
 
     def _put(self, key: str, body: bytes | Path, sha256: str, **conditions: str) -> Put:
@@ -266,7 +265,7 @@ class Bucket:
         try:
             answer: dict[str, Any] = getattr(self._s3, operation)(Bucket=self.group.bucket, **args)
             return answer
-        except _CALLED as error:
+        except (BotoCoreError, ClientError, RecursionError, *_BROKEN) as error:
             code = error.response["Error"].get("Code", "") if isinstance(error, ClientError) else ""
             if code in ("404", "NoSuchKey") and "Key" in args and ("IfMatch" in args or "Body" not in args):
                 raise _Missing from None
@@ -278,9 +277,8 @@ class Bucket:
 
     def _translated(self, error: Exception, what: str) -> StoreError:
         """Our error for one of boto3's, without anything secret that it may repeat."""
-        words, is_passing = str(error), isinstance(error, _BROKEN)
-        if isinstance(error, RecursionError):
-            words = "it redirects without an end"
+        is_endless, is_passing = isinstance(error, RecursionError), isinstance(error, _BROKEN)
+        words = "it redirects without an end" if is_endless else str(error)
         if isinstance(error, ClientError):
             said, status = error.response["Error"], error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             words = f"{said.get('Code')} (HTTP {status}): {said.get('Message', '')[:300]}"

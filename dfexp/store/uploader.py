@@ -191,8 +191,7 @@ class Uploader:
         if found.run is None:
             text = self._folder.run_json.read_bytes()
             bucket.put_once(RUN, text, hashlib.sha256(text).hexdigest())
-        listed = found.listed
-        listed |= self._unlisted(found, listed)
+        listed = self._unlisted(found, found.listed) | found.listed
         with self._changed:
             for name, entry in self._waiting.items():
                 there = listed.get(name)
@@ -266,12 +265,9 @@ class Uploader:
 
     def _is_over(self) -> bool:
         """Wait for the next record's time. Whether all is uploaded and nothing more will come."""
-
-        def is_over() -> bool:
-            return self._stopped.is_set() or (self._is_finishing and not self._waiting)
-
+        ends = self._stopped.is_set
         with self._changed:
-            return self._changed.wait_for(is_over, RECORD_EVERY_S)
+            return self._changed.wait_for(lambda: ends() or (self._is_finishing and not self._waiting), RECORD_EVERY_S)
 
     def _work(self) -> None:
         """One of the threads that put shards. One that is denied goes to the end of the queue: others may go."""

@@ -108,6 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._forward(body)
 
+    def _unknown(self, _: bytes) -> None:
+        self._answer(501, _ERROR.format("NotImplemented", "A header you provided implies functionality ..."))
+
     def _gone(self, _: bytes) -> None:
         self._answer(404, _ERROR.format("NoSuchKey", "The specified key does not exist."))
 

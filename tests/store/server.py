@@ -59,6 +59,7 @@ class S3Server:
             str(Path(sys.executable).with_name("weed")), "mini", f"-dir={self._folder}", "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1", "-master.telemetry=false", "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0",
             "-s3.port.lance=0", "-s3.autoCreateBucket=false",
+            "-volume.max=1000",  # a bucket takes one at least; by default free disk space says how many there are
             *(f"-{part}={port}" for part, port in zip(_PARTS, self._ports, strict=True)),
         ]  # fmt: skip
         with (self._folder / "log").open("ab") as log:

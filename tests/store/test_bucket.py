@@ -144,6 +144,14 @@ def test_what_is_gone_is_created_anew_and_told(place: Place) -> None:
     assert [str(error).rpartition("/")[2] for error in told if error] == ["m is gone; it is put anew"]
 
 
+def test_a_store_that_implements_nothing_is_told_in_words(place: Place) -> None:
+    with Proxy(place.url, lambda *_: "unknown") as proxy:
+        bucket = Bucket(place.group(endpoint_url=proxy.url), "r")
+        assert not bucket.probe()
+        with pytest.raises(StoreError, match=r"NotImplemented \(HTTP 501\)"):
+            put(bucket)
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [("no_conditions", r"NotImplemented \(HTTP 501\)"), ("redirect", "redirects without an end"),
