@@ -95,7 +95,8 @@ async def test_a_command_that_takes_long_at_the_end_holds_nothing(project: Proje
         servers = fleet.attach(generate.fleet_folder(spec, project.root))
         await project.until(folder, lambda status: status.get("state") == "ended" and servers.lease_holder() is None)
         assert control.living_process(folder) is not None
-        again = asyncio.create_task(project.run(spec))  # waits for it, and does not take it for a run that goes on
+        # Waits for it, and does not take it for a run that goes on.
+        again = asyncio.create_task(project.run(spec, retry_failed=["timeout"]))
         go.touch()
         status = await again
     assert (status["state"], status["done"], status["done_before"]) == ("ended", 20, 20)
