@@ -67,7 +67,7 @@ async def test_a_run_is_on_s3_when_it_has_ended_and_goes_on_elsewhere(
 
 
 async def test_a_run_that_is_killed_while_it_uploads_goes_on_at_once(project: Project, place: Place) -> None:
-    async with ScriptedServer(lambda b, n: chat(), delay_s=0.05) as server:
+    async with ScriptedServer(lambda b, n: chat(), delay_s=0.3) as server:
         spec = spec_of(project, server, place)
         folder = await project.start(spec)
         await project.until(folder, lambda status: status.get("done", 0) >= 8)
