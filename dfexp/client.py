@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 import ssl
 import sys
@@ -141,12 +142,10 @@ class ServerClient:
             max_connections=connections, max_keepalive_connections=connections
         )
         self.openai = LeanOpenAI(
-            base_url=f"{url}/v1",
-            api_key=key or "none",
-            max_retries=0,
+            base_url=f"{url}/v1", api_key=key or "none", max_retries=0,
             timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),  # the whole answer has a limit of its own
             http_client=openai.DefaultAioHttpClient(limits=limits, trust_env=not loopback, verify=verify),
-        )
+        )  # fmt: skip
         self.openai.root = f"{url}/v1"
         self.openai.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_KEEP_ALIVE_S),
@@ -156,14 +155,9 @@ class ServerClient:
         )
 
     async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        max_tokens: int | None,
-        context_length: int | None = None,
-        timeout_s: float | None,
-        sampling: Mapping[str, Any] | None = None,
-    ) -> Answer:
+        self, messages: Sequence[Message], *, max_tokens: int | None, context_length: int | None = None,
+        timeout_s: float | None, sampling: Mapping[str, Any] | None = None,
+    ) -> Answer:  # fmt: skip
         """One completion.
 
         Args:
@@ -261,15 +255,10 @@ def _read(reply: object, max_tokens: int | None, submitted_at: float, latency_s:
     if repaired:
         flags.append("surrogates_repaired")
     return Answer(
-        text=text,
-        finish_reason=ended if isinstance(ended, str) else None,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        max_tokens=max_tokens,
-        submitted_at=submitted_at,
-        latency_s=latency_s,
+        text=text, finish_reason=ended if isinstance(ended, str) else None, prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens, max_tokens=max_tokens, submitted_at=submitted_at, latency_s=latency_s,
         flags=tuple(flags),
-    )
+    )  # fmt: skip
 
 
 def _joined_text(message: Mapping[str, Any], *, is_cut: bool) -> tuple[str, list[str]]:
@@ -363,7 +352,8 @@ def _retry_after_s(value: str | None) -> float | None:
     """Seconds of a Retry-After header, which is a number or a date; None where it is neither."""
     for read in (float, lambda date: parsedate_to_datetime(date).timestamp() - time.time()):
         with contextlib.suppress(ValueError, OverflowError):
-            return max(0.0, read(value)) if value is not None else None
+            if value is not None and math.isfinite(seconds := read(value)):
+                return max(0.0, seconds)
     return None
 
 

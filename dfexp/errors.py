@@ -126,7 +126,7 @@ class RequestError(DfexpError):
 
     Class attributes: `kind`, a short stable name for failures.jsonl and counts; `retryable`, the same row may succeed
     when it is sent again; `counts_as_attempt`, the failure may be the row's own fault and uses up one of its attempts;
-    `stops_run`, every other row would fail in the same way.
+    `stops_run`, every other row may fail in the same way.
     """
 
     kind: ClassVar[str] = "error"
@@ -190,7 +190,7 @@ class Refused(RequestError):
 
 
 class AccessDenied(RequestError):
-    """HTTP 401, 403 or 404: key, route or model name is wrong for every row alike."""
+    """HTTP 401, 403 or 404: key, route or model name is wrong for every row alike, or a gateway bars the one row."""
 
     kind, stops_run = "access_denied", True
 

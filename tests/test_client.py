@@ -135,9 +135,10 @@ async def test_retry_after_is_a_number_or_a_date(value: str, low: float, high: f
     assert low <= caught.value.retry_after_s <= high
 
 
-async def test_a_retry_after_that_is_neither_counts_as_not_given() -> None:
+@pytest.mark.parametrize("value", ["soon", "inf", "1e9999", "nan"])
+async def test_a_retry_after_that_is_neither_counts_as_not_given(value: str) -> None:
     with pytest.raises(errors.RateLimited) as caught:
-        await ask(lambda body, n: error(429, "slow", **{"Retry-After": "soon"}))
+        await ask(lambda body, n: error(429, "slow", **{"Retry-After": value}))
     assert caught.value.retry_after_s is None
 
 

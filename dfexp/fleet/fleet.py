@@ -31,6 +31,7 @@ from dfexp.fleet.record import (
 )
 from dfexp.fleet.waiting import Launch, wait_for_one
 from dfexp.hardware import held_bytes
+from dfexp.jsonl import disk
 from dfexp.layout import FleetFolder
 from dfexp.params import AnyFleet
 from dfexp.processes import ProcessId
@@ -269,16 +270,22 @@ class Fleet:
 
     @contextlib.contextmanager
     def lease(self, purpose: str) -> Iterator[None]:
-        """Hold the fleet for one user until the context or the process ends. Raises LockedError naming who holds it."""
-        with self.folder.lock.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                who = self.lease_holder() or "another process"
-                raise LockedError(f"fleet {self.name!r} is in use by {who}. Stop that, or use another fleet.") from None
-            file.truncate(0)
-            file.write(f"{ProcessId.current()} {purpose}")
-            file.flush()
+        """Hold the fleet for one user until the context or the process ends.
+
+        Raises LockedError naming who holds it, StorageError.
+        """
+        with contextlib.ExitStack() as stack:
+            with disk(f"lock {self.folder.lock}"):
+                file = stack.enter_context(self.folder.lock.open("a"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    who = self.lease_holder() or "another process"
+                    why = f"fleet {self.name!r} is in use by {who}. Stop that, or use another fleet."
+                    raise LockedError(why) from None
+                file.truncate(0)
+                file.write(f"{ProcessId.current()} {purpose}")
+                file.flush()
             try:
                 yield
             finally:

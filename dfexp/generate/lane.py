@@ -12,10 +12,11 @@ from typing import Any
 
 from dfexp.client import ServerClient
 from dfexp.engines import Readiness, get_text
-from dfexp.errors import DfexpError, RequestError, TimedOut, Unreachable
+from dfexp.errors import AccessDenied, DfexpError, RequestError, TimedOut, Unreachable
 from dfexp.fleet import Fleet, Server, scrub
 from dfexp.generate.events import EventLog
 from dfexp.generate.probe import Probe
+from dfexp.generate.verdicts import Rejections
 from dfexp.params import AnyFleet, RunSpec
 from dfexp.records import EngineSample, ServerLimits
 from dfexp.rollout import Reading
@@ -26,7 +27,7 @@ _WATCH_S = 1.0
 _HEALTH_EVERY_S = 15.0
 _ANSWER_TIMEOUT_S = 30.0
 _MISSES_TO_HANG = 3
-_MOST_DENIED_PAUSE_S = 30.0
+_MOST_DENIED_PAUSE_S, _SOON_S = 30.0, 5.0  # rows wait for a server that pauses for less than the latter
 _TOKENS_A_LOOK = 4
 _UNREADABLE = (RequestError, ValueError, TypeError, LookupError, AttributeError)  # pages are somebody else's
 _ERRORS_TO_DOUBT = 8
@@ -45,15 +46,9 @@ class Lane:
     quarantine_s = 600.0  # from one try to start a quarantined server to the next
 
     def __init__(
-        self,
-        fleet: Fleet,
-        server: Server,
-        limits: ServerLimits | None,
-        model: str,
-        spec: RunSpec,
-        events: EventLog,
+        self, fleet: Fleet, server: Server, limits: ServerLimits | None, model: str, spec: RunSpec, events: EventLog,
         config_id: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Args: limits, None when the server does not answer; config_id, what its rows point to."""
         self._fleet, self._events, self.model = fleet, events, model
         self._concurrency = None if spec.generation.concurrency == "auto" else spec.generation.concurrency
@@ -74,14 +69,15 @@ class Lane:
         self.watching: asyncio.Task[None] | None = None
         self.done = self.errors = self.restarts = 0
         self._paused_until = 0.0
-        self._last_sign = self._moved_at = time.monotonic()
+        # `moved_at`: when it last gave an answer or, as far as it tells, a token, in monotonic seconds
+        self._last_sign = self.moved_at = time.monotonic()
         self._counted: float | None = None  # tokens of answers by the engine's counter, as last read
         self._computed: float | None = None  # tokens of any kind, when the counter last moved by itself
         self._looks = 0  # at the server's pages since then: each may have cost it a token or two
         self._counted_before = 0.0  # what it said before the restarts that set it to zero
         self._deaths_in_a_row = 0
         self._errors_in_a_row = 0
-        self._is_doubted = False
+        self._is_doubted, self.rejections = False, Rejections()
         self._misses = 0
         self._denied_pause_s = 0.0  # above zero: access was denied, and the next look comes after so long
         self._wake = asyncio.Event()
@@ -103,10 +99,9 @@ class Lane:
         """Whether the server gets requests at all."""
         return self.state == "ready" and not self.is_held
 
-    @property
-    def moved_at(self) -> float:
-        """When the server last gave an answer or, as far as it tells, a token; monotonic seconds."""
-        return self._moved_at
+    def serves_soon(self, now: float) -> bool:
+        """Whether a row may wait for this server: it gets requests, now or after a short pause."""
+        return self.serves and self._paused_until < now + _SOON_S
 
     def has_room(self, now: float) -> bool:
         """Whether the server should get another request. The first ones are spread: no herd in one step of it."""
@@ -152,7 +147,7 @@ class Lane:
         if self._concurrency is None and self.cap is None and self._probe_of_room.answered(now, tokens or 1):
             self._events.record("concurrency_found", server=self.name, requests=self.limit)
         self._deaths_in_a_row = self._errors_in_a_row = self._misses = 0
-        self._last_sign = self._moved_at = now
+        self.rejections, self._last_sign, self.moved_at = Rejections(), now, now
 
     def failed(self) -> None:
         """Count an error, and look after the server soon: it may be dead."""
@@ -168,6 +163,18 @@ class Lane:
         if self._errors_in_a_row >= _ERRORS_TO_DOUBT:
             self._errors_in_a_row, self._is_doubted = 0, True
             self.suspect()
+
+    def rejected(self, now: float, words: str, *, is_denied: bool, beside: bool) -> None:
+        """Count a row that the server will not take. One that denies access twice has to give a token.
+
+        One that rejects many gets none for a time that grows, where a better one serves `beside` it.
+        """
+        self.rejections.add(words, is_denied=is_denied)
+        if is_denied and self.rejections.in_a_row > 1:
+            self.suspect(denied=True)
+        if self.rejections.many and beside and now >= self._paused_until:
+            self._paused_until = now + (rest_s := self.rejections.rest_s())
+            self._events.record("server_rejects", server=self.name, detail=words, rest_s=rest_s)
 
     def suspect(self, *, denied: bool = False) -> None:
         """Stop feeding until the watch has seen the server answer; `denied`: until it gives a token again."""
@@ -185,15 +192,10 @@ class Lane:
     def status(self) -> dict[str, Any]:
         """The lane's part of the status file."""
         return {
-            "name": self.name,
-            "state": "draining" if self.is_held and self.state == "ready" else self.state,
-            "in_flight": len(self.tasks),
-            "limit": self.limit,
-            "cap": self.cap,
-            "done": self.done,
-            "errors": self.errors,
-            "restarts": self.restarts,
-        }
+            "name": self.name, "state": "draining" if self.is_held and self.state == "ready" else self.state,
+            "in_flight": len(self.tasks), "limit": self.limit, "cap": self.cap,
+            "done": self.done, "errors": self.errors, "restarts": self.restarts,
+        }  # fmt: skip
 
     def start_watch(self) -> None:
         """Look after the server from now on."""
@@ -231,7 +233,7 @@ class Lane:
         self.is_held = False
         if self.state == "changing":
             self.state, self._is_doubted = "ready" if is_well else "suspect", not is_well
-            self._last_sign = self._moved_at = time.monotonic()
+            self._last_sign = self.moved_at = time.monotonic()
             self._deaths_in_a_row = self._misses = 0
         if self.watching is not None and self.watching.done():
             self.start_watch()
@@ -241,11 +243,9 @@ class Lane:
         with contextlib.suppress(*_UNREADABLE):  # one that is away makes nothing
             await self._count()
         return Reading(
-            at=time.monotonic(),
+            at=time.monotonic(), restarts=self.restarts, serves=self.serves,
             tokens=None if self._counted is None else self._counted_before + self._counted,
-            restarts=self.restarts,
-            serves=self.serves,
-        )
+        )  # fmt: skip
 
     async def watch(self) -> None:
         """Look after the server until cancelled."""
@@ -270,19 +270,19 @@ class Lane:
         if counted is None:
             return
         if self._computed is None or abs(counted.computed - self._computed) > _TOKENS_A_LOOK * self._looks:
-            self._computed, self._looks, self._moved_at = counted.computed, 0, time.monotonic()
+            self._computed, self._looks, self.moved_at = counted.computed, 0, time.monotonic()
         self._counted = counted.decoded
 
     async def _stuck_for(self) -> float:
         """Seconds for which a busy server has made no token, as far as is known; 0 where it never told."""
         now = time.monotonic()
         if not self.tasks:
-            self._moved_at = now
-        if now - self._moved_at < min(_HEALTH_EVERY_S, self._stall_s / 4):
+            self.moved_at = now
+        if now - self.moved_at < min(_HEALTH_EVERY_S, self._stall_s / 4):
             return 0.0
         with contextlib.suppress(*_UNREADABLE):  # a page that was there and cannot be read now shows no progress
             await self._count()
-        return 0.0 if self._counted is None else now - self._moved_at
+        return 0.0 if self._counted is None else now - self.moved_at
 
     async def _check(self) -> None:
         """One look at the page of liveness: any answer is a sign of life; silence three times in a row is a hang."""
@@ -302,7 +302,8 @@ class Lane:
         self._last_sign, self._misses = time.monotonic(), 0
         if self._is_doubted and not await self._regains_trust():
             return
-        if self._denied_pause_s and not await self._answers():
+        if self._denied_pause_s and (why := (await self._probe()).error) is not None:
+            self.rejections.denial = scrub(str(why), self._fleet.key) if isinstance(why, AccessDenied) else None
             await asyncio.sleep(self._denied_pause_s)
             self._denied_pause_s = min(2 * self._denied_pause_s, _MOST_DENIED_PAUSE_S)
         elif self.state == "suspect":
@@ -334,10 +335,10 @@ class Lane:
             if await (self._restart() if self.owned else self._answers()):
                 break
             await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 (spreads retries, guards nothing)
-            pause_s = min(pause_s * 2, 60.0)
+            pause_s = min(pause_s * 2, 60.0 if self.owned else 16.0)  # nothing is started by looking at another's
         await self._refresh_limits()
         self.state, self._last_sign = "ready", time.monotonic()
-        self._moved_at, down_s = self._last_sign, self._last_sign - began
+        self.moved_at, down_s = self._last_sign, self._last_sign - began
         self._events.record("server_back", server=self.name, down_s=round(down_s, 3), restarts=self.restarts)
 
     async def _restart(self) -> bool:

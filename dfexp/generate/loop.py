@@ -132,6 +132,7 @@ class Loop:
             except Exception as error:  # a defect: what is done is safe, and the status must say why it ended
                 state, self._reason = "failed", f"{type(error).__name__}: {error}"
                 traceback.print_exc()
+            self._serving.streak.flush()  # what is held still is on no disk and counts as not done
             await self._upload_rest()
             await asyncio.wait({self._write_status(state)})
             return state, self._reason
@@ -199,7 +200,8 @@ class Loop:
         """
         if self._state != "running" or self._recorder.backlog > MOST_BACKLOG:
             return
-        now, serving = time.monotonic(), sum(lane.serves for lane in self._lanes)
+        now = time.monotonic()
+        serving = sum(lane.serves_soon(now) for lane in self._lanes)
         ready = [lane for lane in self._lanes if lane.has_room(now)]
         for may_wait in (False, True):
             left = list(ready)
@@ -250,7 +252,6 @@ class Loop:
         if self._state == "running":
             self.ask_to_stop(reason)
             self._state = "failing"
-            self._s.events.record("run_failed", detail=reason)
 
     def _obey(self) -> None:
         """Commands from other processes, and the loss of the one that started this; both cost a look at the disk."""
@@ -291,6 +292,8 @@ class Loop:
             task.add_done_callback(self._telling.discard)
         if all(lane.state == "quarantined" for lane in lanes):
             self._fail("every server is quarantined after it kept dying; its log and events.jsonl say why")
+        if not self._progress.rows and all(lane.rejections.denial for lane in lanes):
+            self._fail(f"{lanes[0].name}: {lanes[0].rejections.denial}. Every row would fail like this one.")
         self._look_for_refusals(now)
         for lane in self._lanes:
             if lane.state in ("down", "quarantined") and any(other.serves for other in lanes):

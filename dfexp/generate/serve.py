@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dfexp.errors import AccessDenied, RateLimited, RequestError, TimedOut, Unreachable
+from dfexp.errors import RateLimited, Refused, RequestError, TimedOut, Unreachable
 from dfexp.fleet import scrub
 from dfexp.generate import verdicts
 from dfexp.generate.identity import request_fields
@@ -45,6 +45,7 @@ class Serving:
         self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
         self._lanes: dict[str, Lane] = {}  # that were given a row
         self._reseeded: set[int] = set()  # rows whose answer was not taken: the next one must be another
+        self._refused: dict[int, str] = {}  # rows that a server refused, and the first that did
         self._paces = defaultdict[_Setting, Pace](Pace)
         self._open: dict[asyncio.Timeout, tuple[_Setting, float, int | None]] = {}  # when sent, and the most tokens
         self.streak, self._spoiled = FailureStreak.of(MOST_FAILURES_IN_A_ROW), SpoiledStreak(MOST_FAILURES_IN_A_ROW)
@@ -117,6 +118,7 @@ class Serving:
         )  # fmt: skip
         self._recorder.add(row)  # before all that only watches
         self._reseeded.discard(job.index)
+        self._refused.pop(job.index, None)
         for failure in self.streak.success():
             self._recorder.add_failure(failure)
         self._overview.answered(lane.name, job.index, answer, flags)
@@ -127,17 +129,22 @@ class Serving:
         self.refused_since = (self.refused_since or now) if is_refusal else None
         if isinstance(error, RateLimited):
             lane.pause(now, verdicts.pause_s(error, self._draw))
-        elif isinstance(error, (Unreachable, AccessDenied)):
-            lane.suspect(denied=error.stops_run)
-        if error.stops_run and not self._overview.progress.rows:
-            self._fail(f"{lane.name}: {words}. Every row would fail like this one.")
+        elif isinstance(error, Unreachable):
+            lane.suspect()
+        others = [one for one in self._lanes.values() if one is not lane and one.serves]
+        beside, may_move = any(not one.rejections.many for one in others), False
+        if isinstance(error, Refused):
+            is_first = self._refused.setdefault(job.index, lane.name) == lane.name
+            may_move = bool(others) and (is_first or (lane.rejections.many and beside))
+        if error.stops_run or isinstance(error, Refused):
+            lane.rejected(now, words, is_denied=error.stops_run, beside=beside)
         if error.retryable and error.counts_as_attempt:
             lane.stumbled()
-        if verdicts.is_final(error, job.attempt, self._generation.max_attempts):
+        if verdicts.is_final(error, job.attempt, self._generation.max_attempts, may_move=may_move):
             self._give_up(lane, job, prompt, error.kind, words)
             return
         lane.failed()
-        elsewhere = any(other.serves for other in self._lanes.values() if other is not lane)
+        elsewhere = any(one.serves_soon(now) for one in others)
         wait_s = verdicts.retry_wait_s(error, job.attempt, self._draw, elsewhere=elsewhere)
         attempt, avoid = job.attempt + error.counts_as_attempt, None if is_refusal else lane.name
         self._put_back(job, attempt=attempt, avoid=avoid, not_before=now + wait_s)
@@ -148,6 +155,7 @@ class Serving:
     def _give_up(self, lane: Lane, job: Job, prompt: Prompt, kind: str, words: str) -> None:
         """A row has failed for good."""
         self._overview.progress.failed()
+        self._refused.pop(job.index, None)
         failure = Failure(
             index=job.index, id=prompt.id, kind=kind, message=scrub(words, self._s.fleet.key), attempts=job.attempt,
             server=lane.name, config_id=lane.config_id, at=time.time(),

@@ -6,19 +6,23 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from dfexp.errors import PromptTooLong, RateLimited, RequestError
+from dfexp.errors import PromptTooLong, RateLimited, Refused, RequestError
 from dfexp.params import GenerationGroup, Policy, SpoiledGroup
 from dfexp.records import GARBAGE, Failure
 
 _FIRST_WAIT_S, _MOST_WAIT_S, _LEAST_PAUSE_S, _MOST_ASKED_S = 0.5, 30.0, 0.05, 600.0
 _UNKNOWN_TOK_PER_S, _SLOWER = 2.0, 4.0  # until answers tell how fast a server is; and how much slower one may be
+_MANY, _LEAST_REST_S, _MOST_REST_S = 8, 0.5, 300.0
 _RESEED = 21_000_001  # far more than a run has rows, so that no two rows and attempts share a seed
 
 
-def is_final(error: RequestError, attempt: int, max_attempts: int) -> bool:
-    """Whether a row has failed for good. An error that is not the row's doing never is final."""
-    if not error.retryable:
-        return not error.stops_run
+def is_final(error: RequestError, attempt: int, max_attempts: int, *, may_move: bool = False) -> bool:
+    """Whether a row has failed for good. An error that is not the row's doing never is final.
+
+    Args: may_move, whether a refusal leaves another server to ask.
+    """
+    if not error.retryable and not error.stops_run and not (may_move and isinstance(error, Refused)):
+        return True
     return error.counts_as_attempt and attempt >= max_attempts
 
 
@@ -118,6 +122,33 @@ class Pace:
         is_slower = self.slowest is None or rate < self.slowest
         self.slowest = rate if is_slower else self.slowest
         return is_slower
+
+
+@dataclass(slots=True)
+class Rejections:
+    """Rows in a row, with no answer between them, that one server would not take: refused, or denied access.
+
+    `denial`: why the server seems to take no row at all, in its words.
+    """
+
+    in_a_row: int = 0
+    denial: str | None = None
+    _rest_s: float = _LEAST_REST_S / 2
+
+    @property
+    def many(self) -> bool:
+        """Whether they may be the server's own fault."""
+        return self.in_a_row >= _MANY
+
+    def add(self, words: str, *, is_denied: bool) -> None:
+        """Count one."""
+        self.in_a_row += 1
+        self.denial = words if is_denied and self.many else self.denial
+
+    def rest_s(self) -> float:
+        """Seconds for which the server gets no row, twice as long each time."""
+        self._rest_s = min(2 * self._rest_s, _MOST_REST_S)
+        return self._rest_s
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import pytest
 
 from dfexp.engines import get_json, get_text, probe
 from dfexp.engines.llamacpp import _bundled_model
-from dfexp.errors import AccessDenied, EngineStartError, FleetError, LockedError
+from dfexp.errors import AccessDenied, EngineStartError, FleetError, LockedError, StorageError
 from dfexp.fleet import Fleet, attach
 from tests.fleet.conftest import READY_S, marked, start_python, wait_for
 from tests.http_stub import Quiet, serving
@@ -204,6 +204,16 @@ def test_one_user_at_a_time(two):
     with pytest.raises(RuntimeError, match="on purpose"), two.lease("mine"):
         raise RuntimeError("on purpose")
     assert two.lease_holder() is None
+
+
+def test_a_lock_that_cannot_be_opened_is_told_with_its_path(two):
+    two.folder.lock.unlink(missing_ok=True)
+    two.folder.lock.mkdir()
+    try:
+        with pytest.raises(StorageError, match=rf"cannot lock {two.folder.lock}: Is a directory"), two.lease("mine"):
+            pass
+    finally:
+        two.folder.lock.rmdir()
 
 
 def test_down_lets_requests_finish_and_leaves_nothing(launch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -161,6 +162,8 @@ async def test_when_everything_fails_after_a_good_start_the_run_stops_and_burns_
     assert (status["state"], status["done"]) == ("failed", 30)
     assert "unknown field" in status["reason"]
     assert project.failures(folder) == []
+    assert (status["failed"], status["failures_by_kind"]) == (0, {}), "as on the disk"
+    assert project.events(folder).count("run_failed") == 1
 
 
 async def test_turns_that_do_not_alternate_go_out_as_they_are_and_a_refusal_is_the_rows_alone(project: Project) -> None:
@@ -201,3 +204,116 @@ async def test_a_request_that_hangs_while_its_server_serves_others_is_found_by_t
         status = await project.end(folder, 180.0)
     assert (status["state"], status["done"], asked[0]) == ("ended", 100, 2)
     assert rows_of(project, folder)[0]["attempt"] == 2
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+@pytest.mark.parametrize("barred", [0, 30])
+async def test_a_prompt_that_a_gateway_bars_for_good_fails_alone(project: Project, status: int, barred: int) -> None:
+    def script(body: dict[str, Any], n: int) -> Any:
+        return error(status, "moderated") if index_of(body) == barred else chat()
+
+    async with ScriptedServer(script, delay_s=0.02) as first, ScriptedServer(script, delay_s=0.02) as second:
+        folder = await project.start(project.spec([first.url, second.url], 60))
+        ended = await project.end(folder)
+        sent = Counter(map(index_of, [*first.bodies, *second.bodies]))
+    assert (ended["state"], ended["done"], ended["failed"], sent[barred]) == ("ended", 59, 1, 4)
+    (failed,) = project.failures(folder)
+    assert (failed["index"], failed["kind"], failed["attempts"]) == (barred, "access_denied", 4)
+    assert "moderated" in failed["message"]
+
+
+@pytest.mark.parametrize("probed", [False, True], ids=["rows alone", "probes too"])
+@pytest.mark.parametrize(("status", "event"), [(400, "server_rejects"), (401, None)])
+async def test_one_server_that_takes_no_row_costs_none(
+    project: Project, status: int, event: str | None, probed: bool
+) -> None:
+    """It says so at once, before the others have answered any."""
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        return error(status, "not here") if index_of(body) is not None or (probed and n > 3) else chat()
+
+    async with (
+        ScriptedServer(script) as wrong,
+        ScriptedServer(lambda b, n: chat(), delay_s=0.1) as one,
+        ScriptedServer(lambda b, n: chat(), delay_s=0.1) as two,
+    ):
+        folder = await project.start(project.spec([wrong.url, one.url, two.url], 200))
+        ended = await project.end(folder)
+        assert 0 < sum(index_of(body) is not None for body in wrong.bodies) < 60
+    assert (ended["state"], ended["done"], ended["failed"]) == ("ended", 200, 0)
+    assert event is None or event in project.events(folder)
+
+
+async def test_a_row_that_two_servers_refuse_is_asked_of_no_third(project: Project) -> None:
+    def script(body: dict[str, Any], n: int) -> Any:
+        return error(422, "odd") if index_of(body) == 7 else chat()
+
+    async with (
+        ScriptedServer(script) as first, ScriptedServer(script) as second, ScriptedServer(script) as third
+    ):  # fmt: skip
+        folder = await project.start(project.spec([first.url, second.url, third.url], 60))
+        ended = await project.end(folder)
+        sent = [sum(index_of(body) == 7 for body in server.bodies) for server in (first, second, third)]
+    assert (ended["state"], ended["done"], ended["failed"]) == ("ended", 59, 1)
+    assert sorted(sent) == [0, 1, 1]
+    assert [(row["kind"], row["attempts"]) for row in project.failures(folder)] == [("refused", 2)]
+
+
+async def test_a_row_does_not_wait_for_a_server_that_pauses_for_long(project: Project) -> None:
+    """One server turns all away for ten minutes; what fails once at the other goes on there."""
+    failed = Counter[int | None]()
+
+    def turns_away(body: dict[str, Any], n: int) -> Any:
+        return chat() if index_of(body) is None else error(429, "later", **{"Retry-After": "600"})
+
+    def fails_once(body: dict[str, Any], n: int) -> Any:
+        index = index_of(body)
+        failed[index] += 1
+        return error(500, "boom") if index == 30 and failed[index] == 1 else chat()
+
+    async with ScriptedServer(turns_away) as one, ScriptedServer(fails_once, delay_s=0.05) as other:
+        folder = await project.start(project.spec([one.url, other.url], 60))
+        ended = await project.end(folder, 30.0)
+        assert sum(index_of(body) is not None for body in one.bodies) <= 5
+    assert (ended["state"], ended["done"], failed[30]) == ("ended", 60, 2)
+
+
+async def test_a_server_is_left_alone_for_as_long_as_it_asks(project: Project) -> None:
+    came: list[float] = []
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        if index_of(body) is None:
+            return chat()
+        came.append(time.monotonic())
+        return error(429, "later", **{"Retry-After": "3"}) if len(came) == 1 else chat()
+
+    async with ScriptedServer(script) as server:
+        ended = await project.run(project.spec([server.url], 2, concurrency=1))
+    assert (ended["state"], ended["done"], len(came)) == ("ended", 2, 3)
+    assert came[1] - came[0] >= 3.0
+
+
+async def test_a_retried_row_whose_server_goes_away_is_put_back_as_it_was(project: Project) -> None:
+    """It fails once, then hangs where nobody can connect any more: being cut off there is no attempt, and no loss."""
+    asked, hanging = Counter[int | None](), list[ScriptedServer]()
+
+    def script(place: int) -> Any:
+        async def answer(body: dict[str, Any]) -> Any:
+            asked[index := index_of(body)] += 1
+            if index == 0 and asked[0] == 2:
+                hanging.append(servers[place])
+                for site in list(servers[place]._runner.sites):
+                    await site.stop()
+                return Hang()
+            if servers[place] in hanging:
+                return Cut()
+            return error(500, "boom") if index == 0 and asked[0] == 1 else chat()
+
+        return lambda body, n: answer(body)
+
+    servers = [ScriptedServer(script(0), delay_s=0.05), ScriptedServer(script(1), delay_s=0.05)]
+    async with servers[0], servers[1]:
+        folder = await project.start(project.spec([one.url for one in servers], 200))
+        ended = await project.end(folder, 40.0)
+    assert (ended["state"], ended["done"], ended["failed"]) == ("ended", 200, 0)
+    assert (asked[0], rows_of(project, folder)[0]["attempt"]) == (3, 2)

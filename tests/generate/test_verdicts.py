@@ -13,6 +13,7 @@ from dfexp import errors
 from dfexp.generate.verdicts import (
     FailureStreak,
     Pace,
+    Rejections,
     SpoiledStreak,
     answer_s,
     drain_s,
@@ -45,13 +46,31 @@ def failure(kind: str) -> Failure:
         (errors.ConnectionLost("x"), 4, True),
         (errors.Unreachable("x"), 99, False),
         (errors.RateLimited("x"), 99, False),
-        (errors.AccessDenied("x"), 99, False),
+        (errors.AccessDenied("x"), 3, False),
+        (errors.AccessDenied("x"), 4, True),
     ],
 )
 def test_only_what_may_be_the_rows_own_fault_ever_becomes_final(
     error: errors.RequestError, attempt: int, final: bool
 ) -> None:
     assert is_final(error, attempt, max_attempts=4) is final
+
+
+def test_a_refusal_is_final_once_no_other_server_is_left_to_ask_and_a_prompt_that_is_too_long_at_once() -> None:
+    assert not is_final(errors.Refused("x"), 1, 4, may_move=True)
+    assert is_final(errors.Refused("x"), 4, 4, may_move=True)
+    assert is_final(errors.PromptTooLong("x"), 1, 4, may_move=True)
+
+
+def test_a_server_that_rejects_many_rests_longer_each_time() -> None:
+    rejections = Rejections()
+    for n in range(1, 20):
+        rejections.add("no", is_denied=False)
+        assert rejections.many == (n >= 8)
+    assert rejections.denial is None
+    rejections.add("no key", is_denied=True)
+    assert rejections.denial == "no key"
+    assert [rejections.rest_s() for _ in range(12)] == [0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
 
 
 @pytest.mark.parametrize(
