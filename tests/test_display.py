@@ -93,7 +93,9 @@ def test_an_interrupt_stops_the_run_and_says_how_to_resume(folder: RunFolder) ->
     process = begin(folder, "stops")
     before = signal.getsignal(signal.SIGINT)
     helper = interrupt_when("control", folder)
-    with pytest.raises(RunStopped, match=r"60 of 100 done, 2 failed; 38 left.*`dfexp resume demo`.*`dfexp report demo`"):
+    with pytest.raises(
+        RunStopped, match=r"60 of 100 done, 2 failed; 38 left.*`dfexp resume demo`.*`dfexp report demo`"
+    ):
         watch(folder)
     assert (folder.path / "verbs").read_text().split() == [control.STOP]
     assert signal.getsignal(signal.SIGINT) is before
