@@ -550,7 +550,7 @@ def project(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_the_command_lists_what_is_missing_and_what_would_run(project: Path) -> None:
     command = [sys.executable, "-m", "dfexp.cli", "preflight", "params/a.yaml"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (1, "warning: prompts.path: p.jsonl is not there (yet)\n")
     assert "FAIL  SGLang" in done.stdout
     assert "FAIL  GPUs" in done.stdout
     assert done.stdout.count("-m sglang.launch_server --model-path") == 2

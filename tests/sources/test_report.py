@@ -85,5 +85,5 @@ def test_a_dry_run_says_what_a_run_would_leave_out(
     assert found == json.loads(folder.prompts_report.read_text())
     assert display.prompts_read(folder) == render(found)
     assert display.prompts_read(RunFolder(tmp_path)) == "of the prompts there is no report"
-    assert main(["prompts", "params/r.yaml", "--set", "prompts.path=none.jsonl"]) == 1
+    assert main(["prompts", "params/r.yaml", "--set", "prompts.path=none.jsonl"]) == 2
     assert "there is no file" in capsys.readouterr().err
