@@ -27,10 +27,11 @@ _TOGETHER = 500  # prompts that are written at once
 class Frozen:
     """What `freeze` did: `asked` prompts are in prompts.jsonl, whose SHA-256 is `sha256` (hexadecimal).
 
-    `sources`: path as given, sha256, rows (records read, dropped ones included), kept. `dropped`: source, line from 1
-    (row number in Parquet), reason and detail of the first 100 dropped for each reason; `dropped_by_reason` counts all
-    of them, `odd_by_reason` what was kept and is worth a look. `shared_prefix_share`: part of all text, 0-1, with which
-    an earlier prompt begins too. prompts_report.json beside the prompts says more.
+    `sources`: path as given, sha256, rows (records read), prompts (in them; a record without any is one) and kept:
+    what is not kept is dropped. `dropped`: source, line from 1 (row number in Parquet), reason and detail of the first
+    100 dropped for each reason; `dropped_by_reason` counts all of them, `odd_by_reason` what was kept and is worth a
+    look. `shared_prefix_share`: part of all text, 0-1, with which an earlier prompt begins too. prompts_report.json
+    beside the prompts says more.
     """
 
     asked: int

@@ -12,9 +12,8 @@ from dfexp.params_prompts import DuplicatesPart, FiltersPart
 from dfexp.sources.files import library
 from dfexp.sources.mapping import Unusable
 
-_WORD = re.compile(
-    r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+"
-)  # of scripts without spaces, a letter
+# Of scripts without spaces a letter is a word, and so is a sign that is no punctuation: 3+4 is not 3*4.
+_WORD = re.compile(r"""[\u3040-\u9fff\uac00-\ud7a3]|[^\W\u3040-\u9fff\uac00-\ud7a3]+|[^\w\s.,;:!?'"()\[\]{}]""")
 _SHINGLE, _HASHES, _SEED = 3, 128, 1
 _LANGUAGE_CHARS = 300  # tell the language
 LONG_CHARS = 100_000
@@ -110,7 +109,7 @@ class Repeats:
         return again
 
     def _sketch(self, text: str) -> object:
-        words = _WORD.findall(text.casefold())
+        words = _WORD.findall(text.casefold()) or [text]
         sketch = self._minhash.RMinHash(_HASHES, _SEED)
         sketch.update([" ".join(words[n : n + _SHINGLE]) for n in range(max(1, len(words) - _SHINGLE + 1))])
         return sketch

@@ -15,7 +15,7 @@ from dfexp.errors import PromptsError
 from dfexp.params_prompts import HubPart
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt", ".txt.gz")
-UNREADABLE = (OSError, EOFError, ValueError, zlib.error)
+UNREADABLE = (OSError, EOFError, ValueError, ArithmeticError, NotImplementedError, zlib.error)
 """What `rows_of` raises of a file that is damaged as a whole."""
 
 
@@ -53,7 +53,19 @@ def rows_of(path: Path, fields: Sequence[str], others: Sequence[str]) -> Iterato
     with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
         columns = _needed(table.schema_arrow.names, fields, others)
         batches = table.iter_batches(batch_size=256, columns=columns)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        yield from enumerate((row for batch in batches for row in _values(batch)), 1)
+
+
+def _values(batch: Any) -> Iterator[Any]:
+    """The rows of a batch of Parquet; of a row with a text that is not UTF-8 this text, which `record_of` refuses."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for number in range(len(batch)):
+            try:
+                yield from batch.slice(number, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield TextLine(error.object)
 
 
 def _needed(names: Sequence[str], fields: Sequence[str], others: Sequence[str]) -> list[str] | None:

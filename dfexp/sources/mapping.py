@@ -50,7 +50,7 @@ class Meaning:
         def given(name: str, default: Any = None) -> Any:
             return next((value for each in (part, group) if (value := getattr(each, name)) is not None), default)
 
-        self.fields = (column,) if (column := given("column")) else FIELDS
+        self.fields: tuple[str, ...] = (column,) if (column := given("column")) else FIELDS
         self.id_field, self.names_id = given("id_column", "id"), given("id_column") is not None
         self._system, self._system_field, self._turns = given("system"), given("system_column"), given("turns", "last")
         self._role_key, self._content_key, self._roles = given("role_key"), given("content_key"), given("roles", {})
@@ -62,8 +62,10 @@ class Meaning:
         name = str(found) if isinstance(found, str | int | float) and found != "" else None
         chat = self._chat(record)
         system = (record.get(self._system_field) if self._system_field else None) or self._system
+        if system and not isinstance(system, str):
+            raise NoPrompt("wrong type", f"{self._system_field} must be text, found {type(system).__name__}")
         if system and not any(message["role"] in ("system", "developer") for message in chat):
-            chat = [{"role": "system", "content": str(system)}, *chat]
+            chat = [{"role": "system", "content": system}, *chat]
         ends = self._ends(chat)
         for number, end in enumerate(ends, 1):
             yield f"{name}:{number}" if name is not None and self._turns == "each" else name, tuple(chat[:end])
@@ -79,8 +81,10 @@ class Meaning:
             return [self._turn(number, item) for number, item in enumerate(value, 1)]
         if not isinstance(value, str):
             raise NoPrompt("wrong type", f"{name} must be text or a list of messages, found {type(value).__name__}")
-        if name == "instruction" and record.get("input"):
-            value = f"{value}\n\n{record['input']}"
+        if name == "instruction" and (more := record.get("input")):
+            if not isinstance(more, str | int | float):
+                raise NoPrompt("wrong type", f"input must be text, found {type(more).__name__}")
+            value = f"{value}\n\n{more}"
         if not value.strip():
             raise NoPrompt("empty prompt", f"{name} is blank")
         return [{"role": "user", "content": value}]
@@ -97,7 +101,7 @@ class Meaning:
             roles = [message["role"] for message in chat[:length]] + ["assistant"]
             ends = [n for n in range(1, length + 1) if roles[n - 1] in ("user", "tool") and roles[n] == "assistant"]
         ends = ends[:1] if self._turns == "first" else ends
-        said = [end for end in ends if not isinstance(text := chat[end - 1]["content"], str) or text.strip()]
+        said = [end for end in ends if text_of(chat[end - 1]).strip()]
         if not said:
             raise NoPrompt("empty prompt", f"the {self._turns} turn is blank")
         return said
@@ -108,7 +112,7 @@ class Meaning:
             raise NoPrompt("wrong type", f"message {number} must be an object, found {type(item).__name__}")
         role = item.get(self._role_key) if self._role_key else item.get("role") or item.get("from")
         key = self._content_key
-        content = item.get(key) if key else item.get("content", item.get("value"))
+        content = item.get(key) if key else item.get("value") if (said := item.get("content")) is None else said
         known = {**_ROLES, **self._roles} if self._roles else _ROLES
         if not isinstance(role, str) or role not in known:
             raise NoPrompt("unknown role", f"message {number} has role {role!r}; known: {', '.join(known)}")

@@ -10,6 +10,7 @@ import tempfile
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,10 +21,11 @@ from dfexp.params_prompts import PromptsGroup, PromptsPart
 from dfexp.records import Message, Prompt
 from dfexp.sources.checks import LONG_CHARS, Repeats, filters
 from dfexp.sources.files import UNREADABLE, existing_file, hub_rows, rows_of
-from dfexp.sources.mapping import Meaning, NoPrompt, Unusable, record_of, said_by, text_of
+from dfexp.sources.mapping import FIELDS, Meaning, NoPrompt, Unusable, record_of, said_by, text_of
 from dfexp.sources.mixture import mixed, taken_of, wanted_of
 from dfexp.sources.report import Measures, Notes
 
+_MEANING = ("column", "system_column", "role_key", "content_key", "roles", "turns")
 Line = tuple[bytes, bytes]
 """A prompt as JSON: its id, empty where it has none, and the rest of a line from its messages on."""
 
@@ -46,7 +48,8 @@ class Reading:
     """The prompts of a group, one by one. What it says of them is complete when the iteration ends.
 
     Attributes: asked, prompts so far; sources, of each file or data set its path, sha256 (None of a data set), rows
-    (records read, left out ones included) and kept; mixture, of each source that was drawn from its name, kept, wanted
+    (records read, left out ones included), prompts (in them; a record without any is one) and kept: all prompts are
+    those kept and those dropped; mixture, of each source that was drawn from its name, kept, wanted
     (None: as it comes) and taken; dropped, what was left out; odd, what was kept and is worth a look.
     """
 
@@ -73,8 +76,11 @@ class Reading:
         """A set whose prompts must not come again: a file, or a run's folder or name."""
         places = (self._root / Path(given).expanduser(), self._root / "outputs" / given)
         run = next((str(path) for place in places if (path := place / "prompts.jsonl").is_file()), None)
-        turns = None if run else self._group.turns
-        return Reading(PromptsGroup(path=run or given, system=self._group.system, turns=turns), self._root)
+        keys: dict[str, Any] = {} if run else {key: getattr(self._group, key) for key in _MEANING}
+        other = Reading(PromptsGroup(path=run or given, system=self._group.system, **keys), self._root)
+        for part in other._parts:
+            part.meaning.fields = (*part.meaning.fields, *FIELDS)  # of the same shape as ours, or of a usual one
+        return other
 
     def __iter__(self) -> Iterator[Prompt]:
         """Read all sources, once. Raises what `lines` raises."""
@@ -130,11 +136,14 @@ class Reading:
             spool.flush()
             kept, sources = [part.kept for part in self._parts], self._group.sources
             taken = taken_of(sources, self._wanted, kept) if sources else [min(kept[0], self._wanted[0] or kept[0])]
-            for number, part in enumerate(self._parts):
-                numbers = {"kept": kept[number], "wanted": self._wanted[number], "taken": taken[number]}
-                self.mixture.append({"name": _label(part.given), **numbers})
             order = mixed([part.keys for part in self._parts], taken, [part.is_random for part in self._parts])
-            for position in order[: self._group.limit].tolist():
+            order = order[: self._group.limit]
+            ends = [0, *accumulate(kept)]
+            for number, part in enumerate(self._parts):
+                there = int(((ends[number] <= order) & (order < ends[number + 1])).sum())
+                numbers = {"kept": kept[number], "wanted": self._wanted[number], "taken": there}
+                self.mixture.append({"name": _label(part.given), **numbers})
+            for position in order.tolist():
                 start, end = starts[position], starts[position + 1]
                 name, _, body = os.pread(spool.fileno(), end - start, start).partition(b"\0")
                 yield name, body
@@ -144,13 +153,13 @@ class Reading:
             if part.kept < part.most:
                 yield from self._file(part, given, path)
         if part.given.hf is not None:
-            source = {"path": _label(part.given), "sha256": None, "rows": 0, "kept": 0}
+            source = {"path": _label(part.given), "sha256": None, "rows": 0, "prompts": 0, "kept": 0}
             rows = hub_rows(part.given.hf, self._root, part.meaning.fields, part.meaning.columns)
             yield from self._rows(part, source, rows)
             self.sources.append(source)
 
     def _file(self, part: Part, given: str, path: Path) -> Iterator[Line]:
-        source = {"path": given, "sha256": "", "rows": 0, "kept": 0}
+        source = {"path": given, "sha256": "", "rows": 0, "prompts": 0, "kept": 0}
         try:
             before = path.stat()
             yield from self._rows(part, source, rows_of(path, part.meaning.fields, part.meaning.columns))
@@ -174,10 +183,15 @@ class Reading:
                 record = record_of(row)
                 part.id_seen |= part.meaning.id_field in record
                 for name, messages in part.meaning.prompts_of(record):
-                    if part.kept < part.most and (found := self._examined(name, messages, source["path"], line)):
+                    if part.kept >= part.most:
+                        break
+                    found = self._examined(name, messages, source["path"], line)
+                    source["prompts"] += 1
+                    if found:
                         part.kept, source["kept"] = part.kept + 1, source["kept"] + 1
                         yield found
             except NoPrompt as problem:
+                source["prompts"] += 1
                 reason, detail = problem.args
                 if self._group.on_bad == "fail":
                     fix = "Repair or remove it, or count such records: prompts.on_bad: skip"
@@ -188,13 +202,16 @@ class Reading:
         """A prompt that is kept, and what is odd about it noted; None where it is left out. Raises NoPrompt."""
         try:
             body = encode_line({"messages": messages})[1:]
-        except (TypeError, ValueError) as error:  # a NaN or a date among the tool calls
+        except (TypeError, ValueError, RecursionError) as error:  # a NaN or a date among the tool calls
             raise NoPrompt("cannot be written as JSON", str(error)) from None
-        text = said_by(messages, systems=True)
+        (text, is_half), (last, _), (talk, _) = map(
+            repair_text,  # as they are frozen: packages take no half of a character
+            (said_by(messages, systems=True), text_of(messages[-1]), said_by(messages, systems=False)),
+        )
         try:
             for check in self._filters:
-                check(text, text_of(messages[-1]))
-            repeated = self._repeats.check(body, said_by(messages, systems=False), f"{source}:{line}")
+                check(text, last)
+            repeated = self._repeats.check(body, talk, f"{source}:{line}")
         except Unusable as problem:
             self.dropped.add(source, line, *problem.args)
             return None
@@ -203,7 +220,7 @@ class Reading:
             (repeated, "repeats an earlier prompt", text),
             (again, "repeats an earlier id", name or ""),
             (len(text) >= LONG_CHARS, f"{LONG_CHARS:,} characters or more", f"{len(text):,}: {text[:80]}"),
-            (repair_text(text)[1], "half of a character, replaced", text),
+            (is_half, "half of a character, replaced", text),
         ):
             if is_odd:
                 self.odd.add(source, line, reason, repair_text(detail[:80])[0])

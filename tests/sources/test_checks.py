@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -110,6 +111,40 @@ def test_what_a_run_or_a_file_has_is_left_out(tmp_path: Path) -> None:
     assert said(tmp_path, **keys) == ["d"]
     with pytest.raises(PromptsError, match=r"prompts: 'none': there is no file"):
         read(tmp_path, path="p.jsonl", duplicates={"not_in": "none"})
+
+
+def test_signs_are_words_too(tmp_path: Path) -> None:
+    texts = ["3+4", "3*4", "What is x^2 - 3x?", "What is x^2 + 3x?", "\U0001f989", "\U0001f40d", "!!!", "???"]
+    write(tmp_path / "p.jsonl", *texts, "What is (x^2 - 3x)!", "???")
+    found = report(tmp_path, path="p.jsonl", duplicates={"near": 1.0})
+    assert [drop["line"] for drop in found["dropped"]] == [9, 10]
+
+
+def test_an_other_set_may_have_our_shape_or_a_usual_one(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"log": text}) + "\n" for text in "abc"))
+    (tmp_path / "old.jsonl").write_text(json.dumps({"log": "a"}))
+    write(tmp_path / "usual.jsonl", "b")
+    assert said(tmp_path, path="p.jsonl", column="log", duplicates={"not_in": ["old.jsonl", "usual.jsonl"]}) == ["c"]
+
+
+def test_halves_of_characters_pass_every_check(tmp_path: Path) -> None:
+    made = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path / "p.jsonl", "Why is the sky red in the evening \ud83d", "two \ud83e\udd89")
+    filters = {"tokenizer": "tokenizer.json", "max_tokens": 99, "languages": ["en"], "max_chars": 35}
+    found = report(tmp_path, path="p.jsonl", filters=filters, duplicates={"near": 0.8})
+    assert found["asked"] + sum(found["dropped_by_reason"].values()) == 2
+    assert {drop["reason"] for drop in found["dropped"]} <= {"too many characters", "other language"}
+
+
+def test_all_that_is_read_is_kept_or_told(tmp_path: Path) -> None:
+    chat = [{"role": role, "content": f"{role} {turn}"} for turn in range(3) for role in ("user", "assistant")]
+    records = [{"messages": chat}, {"messages": chat[:2]}, {"messages": []}, {"prompt": "abc"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
+    keys: dict[str, Any] = {"filters": {"max_chars": 20}, "duplicates": {"exact": True}}
+    found = report(tmp_path, path="p.jsonl", turns="each", **keys)
+    assert found["dropped_by_reason"] == {"too many characters": 2, "repeated prompt": 1, "no turn to answer": 1}
+    assert found["sources"][0].items() >= {"rows": 4, "prompts": 6, "kept": 2}.items()
 
 
 def test_what_is_odd_is_kept_counted_and_told_with_its_line(tmp_path: Path) -> None:

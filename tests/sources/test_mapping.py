@@ -55,7 +55,7 @@ def test_a_data_set_of_parquet_with_a_limit_is_told_by_its_name(tmp_path: Path) 
     rows = {"question": [f"q{n}" for n in range(30)], "answer": ["a"] * 30, "id": list(range(30))}
     pq.write_table(pa.table(rows), tmp_path / "set" / "train-00000-of-00001.parquet")
     found = report(tmp_path, hf={"name": "set"}, limit=7)
-    assert found["sources"] == [{"path": "hf:set/train", "sha256": None, "rows": 7, "kept": 7}]
+    assert found["sources"] == [{"path": "hf:set/train", "sha256": None, "rows": 7, "prompts": 7, "kept": 7}]
     with pytest.raises(
         PromptsError, match=r"cannot read the data set set \(config None, split test.*at all: ValueError"
     ):
@@ -92,6 +92,37 @@ def test_a_blank_turn_costs_itself_alone(tmp_path: Path) -> None:
     assert said(tmp_path, path="p.jsonl", turns="each") == ["u1"]
     with pytest.raises(PromptsError, match="1 x empty prompt"):
         read(tmp_path, path="p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("record", "outcome"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}, "empty prompt"),
+        ({"messages": [{"role": None, "from": "human", "content": None, "value": "v"}]}, None),
+        ({"instruction": "do", "input": {"a": 1}}, "wrong type"),
+        ({"instruction": "do", "input": 5}, None),
+        ({"prompt": "do", "rules": ["x"]}, "wrong type"),
+        ({"prompt": "do", "rules": ""}, None),
+    ],
+)
+def test_what_is_no_text_is_never_made_one(tmp_path: Path, record: dict[str, Any], outcome: str | None) -> None:
+    (tmp_path / "p.jsonl").write_text(f'{{"prompt": "a"}}\n{json.dumps(record)}\n')
+    found = report(tmp_path, path="p.jsonl", system_column="rules")
+    assert found["dropped_by_reason"] == ({outcome: 1} if outcome else {})
+
+
+def test_parquet_with_a_text_that_is_not_utf8_costs_its_row_alone(tmp_path: Path) -> None:
+    raw = pa.array([b"a", b"\xff\xfe", b"c"])
+    texts = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    pq.write_table(pa.table({"prompt": texts, "id": [1, 2, 3]}), tmp_path / "p.parquet")
+    found = report(tmp_path, path="p.parquet")
+    assert (found["asked"], [(drop["line"], drop["reason"]) for drop in found["dropped"]]) == (2, [(2, "not UTF-8")])
+
+
+def test_parquet_with_values_that_python_lacks_is_an_error_in_words(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"at": pa.array([2**40], pa.timestamp("s"))}), tmp_path / "p.parquet")
+    with pytest.raises(PromptsError, match=r"cannot read p\.parquet after row 0: date value out of range"):
+        read(tmp_path, path="p.parquet")
 
 
 def test_records_of_another_shape_are_mapped() -> None:

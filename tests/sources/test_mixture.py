@@ -100,6 +100,14 @@ def test_counts_and_weights_and_all_of_a_source(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_limit_cuts_off_was_not_taken(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", *(f"{name}{row}" for row in range(20)))
+    found = reading(tmp_path, sources=[{"path": "a.jsonl", "count": 15}, {"path": "b.jsonl"}], limit=14)
+    texts = Counter(prompt.messages[-1]["content"][0] for prompt in found)
+    assert [texts["a"], texts["b"]] == [each["taken"] for each in found.report()["mixture"]] == [6, 8]
+
+
 def test_a_source_that_is_drawn_from_its_beginning_is_read_no_further(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", *map(str, range(100)))
     found = report(tmp_path, sources=[{"path": "a.jsonl", "count": 3, "draw": "first"}])
