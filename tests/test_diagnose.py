@@ -441,6 +441,18 @@ def test_a_server_that_is_away(state: str) -> None:
     assert state in found[1].evidence
 
 
+@pytest.mark.parametrize(("state", "fault"), [("ready", []), ("suspect", ["unhealthy"])])
+def test_a_server_that_rejects_rows_is_told_in_its_words_and_judged_all_the_same(state: str, fault: list[str]) -> None:
+    server = replace(window(reference("after"), 1500, 1800), state=state, rejected=9, rejection="400: not here. " * 99)
+    found = diagnose([server])
+    assert kinds(found) == [*fault, "rejects rows", *["client-limited", "request-cap"] * (not fault)]
+    told = next(each for each in found if each.kind == "rejects rows")
+    assert (told.severity, told.server, told.is_binding) == ("fault", "a:1", False)
+    assert "rejected 9 rows in a row while others served, the last with: 400: not here. " in told.evidence
+    assert len(told.evidence) < 400
+    assert "compare its model" in told.change
+
+
 def test_a_server_that_is_being_changed_is_left_alone() -> None:
     assert diagnose([replace(window(reference("after"), 1500, 1800), state="draining")], rows_left=9000) == []
 

@@ -173,8 +173,9 @@ class Lane:
         if is_denied and self.rejections.in_a_row > 1:
             self.suspect(denied=True)
         if self.rejections.many and beside and now >= self._paused_until:
-            self._paused_until = now + (rest_s := self.rejections.rest_s())
-            self._events.record("server_rejects", server=self.name, detail=words, rest_s=rest_s)
+            self._paused_until, self.rejections.words = now + (rest_s := self.rejections.rest_s()), words
+            rows = self.rejections.in_a_row
+            self._events.record("server_rejects", server=self.name, detail=words, rows=rows, rest_s=rest_s)
 
     def suspect(self, *, denied: bool = False) -> None:
         """Stop feeding until the watch has seen the server answer; `denied`: until it gives a token again."""

@@ -161,10 +161,11 @@ class Overview:
         state = "draining" if lane.is_held else lane.state
         samples, group = tuple(self._sampler.recent[lane.name]), self._s.fleet.settings(lane.name)
         flags = getattr(group, "flags", {"max_running_requests": getattr(group, "max_running_requests", None)})
-        seen = self._traffic(lane.name).watched(self._now())
+        seen, words = self._traffic(lane.name).watched(self._now()), lane.rejections.words
         return Watched(
-            name=lane.name, samples=samples, limits=lane.limits, flags=flags, state=state, limit=lane.limit, **seen
-        )
+            name=lane.name, samples=samples, limits=lane.limits, flags=flags, state=state, limit=lane.limit,
+            rejected=lane.rejections.in_a_row if words else 0, rejection=words, **seen,
+        )  # fmt: skip
 
     def _planned(self, group: AnyFleet) -> Planned | None:
         """What the capacity model says of these servers."""

@@ -128,11 +128,12 @@ class Pace:
 class Rejections:
     """Rows in a row, with no answer between them, that one server would not take: refused, or denied access.
 
-    `denial`: why the server seems to take no row at all, in its words.
+    `denial`: why the server seems to take no row at all, in its words. `words`: its last ones, once it rests for them.
     """
 
     in_a_row: int = 0
     denial: str | None = None
+    words: str = ""
     _rest_s: float = _LEAST_REST_S / 2
 
     @property

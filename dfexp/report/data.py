@@ -354,6 +354,7 @@ def _watched(data: RunData) -> list[Watched]:
     kept, watched = data.run["spec"]["generation"].get("concurrency"), list[Watched]()
     bad = [each for each in data.rows["flags"].cat.categories if "garbage" in each.split(",")]  # else those judged here
     judged = Counter(server for server, _ in data.judged), Counter(server for server, why in data.judged if why)
+    rejects = {one["server"]: one for one in data.events if one["event"] == "server_rejects" and "rows" in one}
     for name in sorted(rows.keys() | samples.keys() | told.keys()):
         part, looks, server = rows.get(name, data.rows[:0]), samples.get(name, data.samples[:0]), told.get(name, {})
         rate = counted(part["completion_tokens"]) / max(1e-9, levels(part, 1)[2][-1]) if len(part) else nan
@@ -365,6 +366,7 @@ def _watched(data: RunData) -> list[Watched]:
             tok_per_s=None if isnan(rate) else rate,
             answers=len(part) if bad else judged[0][name],
             garbage=int(part["flags"].isin(bad).sum()) if bad else judged[1][name],
+            rejected=rejects.get(name, {}).get("rows", 0), rejection=str(rejects.get(name, {}).get("detail", "")),
         ))  # fmt: skip
     return watched
 

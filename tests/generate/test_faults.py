@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from dfexp.report.data import load
+from dfexp.report.details import findings
 from tests.generate.conftest import Project
 from tests.scripted_server import Cut, Hang, Raw, ScriptedServer, chat, error
 
@@ -237,11 +239,19 @@ async def test_one_server_that_takes_no_row_costs_none(
         ScriptedServer(lambda b, n: chat(), delay_s=0.1) as one,
         ScriptedServer(lambda b, n: chat(), delay_s=0.1) as two,
     ):
-        folder = await project.start(project.spec([wrong.url, one.url, two.url], 200))
+        spec = project.spec([wrong.url, one.url, two.url], 200, sample_interval_s=0.2)
+        folder = await project.start(spec)
         ended = await project.end(folder)
         assert 0 < sum(index_of(body) is not None for body in wrong.bodies) < 60
     assert (ended["state"], ended["done"], ended["failed"]) == ("ended", 200, 0)
     assert event is None or event in project.events(folder)
+    if event:  # and whoever looks at the run, or at its report, sees it
+        name = next(each["name"] for each in ended["servers"] if each["done"] == 0)
+        live = next(each for each in ended["findings"] if each["kind"] == "rejects rows")
+        line = next(each for each in findings(load(folder), None).rows if each["finding"] == "rejects rows")
+        assert (live["server"], line["of"], line["change"]) == (name, name, live["change"])
+        assert "not here" in live["evidence"]
+        assert "not here" in line["evidence"]
 
 
 async def test_a_row_that_two_servers_refuse_is_asked_of_no_third(project: Project) -> None:

@@ -1,24 +1,16 @@
-"""What limits servers and a fleet, with evidence, what lifting it gains, and how: samples and a plan -> findings. Pure.
-
-    for finding in diagnose([Watched(name=..., samples=..., limits=..., limit=64), ...], rows_left=9000, planned=None):
-        finding.kind, finding.server, finding.evidence, finding.change, finding.gain
-
-A server has at most one binding finding, and so has the fleet, whose `server` is None and which comes first. Limits are
-judged at a steady state that was found in samples; of a ramp or a drain nothing else is said. Running requests are held
-against the cap and the queue, never `mamba_usage` alone: at the cap it reads 2/3, or 1.00 without the radix cache.
-"""
+"""The rules: from samples to phases, from these to faults and limits, and the numbers that decide."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from statistics import fmean, median, mode, quantiles
 from typing import Any, Literal
 
-from dfexp.capacity.planner import Plan, Setting
+from dfexp.diagnose.findings import Finding, Planned, Watched
 from dfexp.estimate import server_rate
 from dfexp.metrics import COUNTERS, stretches
 from dfexp.records import EngineSample, ServerLimits
@@ -35,6 +27,7 @@ _FULL, _NEAR, _CHANGED, _QUEUED, _RETRACTED, _GARBAGE, _KEPT = 0.97, 0.9, 0.05, 
 # A gain; siblings' rate, and before as many have finished as run; the plan's rate and room; usages: of the KV pool that
 # admission allows, and that tells even without a queue; of a state pool without a free slot.
 _WORTH, _SLOWER, _MUCH_SLOWER, _LESS, _ADMITTED, _CROWDED, _NO_SLOT = 1.03, 0.9, 0.6, 0.75, 0.8, 0.85, 0.99
+_WORDS = 200  # characters of a server's that evidence repeats
 _POOLS = ("max_running_requests", "max_total_num_tokens", "max_mamba_cache_size")
 _RATES, _PUT_BACK = ("tok_per_s", "gen_throughput", "client_tok_per_s"), "num_retracted_requests_total"
 _SIGNS = (*COUNTERS, "generation_tokens_total", "gen_throughput", "kv_used_tokens")
@@ -46,6 +39,7 @@ _SAID = {
     "client_tok_per_s": "{:,.0f} tok/s of answers, as the client counts",
 }  # fmt: skip
 _CHANGES = {
+    "rejects rows": "compare its model, version and flags with the others'; until it answers a row it gets few",
     "unhealthy": "see its log", "stalled": "restart it; a run does so after generation.stall_s",
     "garbage output": "compare its answers without disable_radix_cache, speculation and attention_backend",
     "small pool": "compare flags, version and free memory with the plan's", "slow server": "see its GPU's clocks",
@@ -54,77 +48,6 @@ _CHANGES = {
     "KV pool": "generation.max_tokens nearer to real answers: admission reserves up to 4,096 tokens of it",
     "prefill": "fleet.flags.chunked_prefill_size, as `dfexp plan` ranks it",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """One server over the time that is judged: the last minutes, or a whole run.
-
-    Attributes:
-        samples: in order of time, of pages of /metrics or of lines of a log.
-        flags: what it was started with, under any spelling; servers with the same ones are siblings.
-        state: of its lane, at the end; what one that is not ready does is not judged: it is away, or being changed.
-        limit: requests that the client keeps there at the most.
-        long_in_flight: requests that are there at the end and were sent `STALLED_S` before it, or earlier.
-        request_s: mean seconds of a request: a ramp's where counters and `kv_used_tokens` are not told (logs begin it).
-        finished: answers so far; where it tells no rate either a ramp ends when they are more than run, or at the cap.
-        answers, garbage: answers of that time, and how many of them were flagged as garbage.
-        tok_per_s: of these answers, by the client; tells where the server tells no rate.
-    """
-
-    name: str
-    samples: Sequence[EngineSample] = ()
-    limits: ServerLimits = field(default_factory=ServerLimits)
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    state: str = "ready"
-    limit: int | None = None
-    long_in_flight: int = 0
-    request_s: float | None = None
-    finished: int = 0
-    answers: int = 0
-    garbage: int = 0
-    tok_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What the capacity model says of such a server: its setting, and `make_plan(setting)`, which takes a second."""
-
-    setting: Setting
-    plan: Plan
-
-    def tok_per_s(self, requests: float) -> float:
-        """The rate of a server with its present flags at which the client keeps so many requests."""
-        return self.setting.predict(self.plan.current.memory, max(1, round(requests))).tok_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that is so, and what to do about it.
-
-    Attributes:
-        kind: unhealthy, stalled, garbage output, slow server, small pool; ramping, draining; client-limited,
-            request-cap, state pool, KV pool, retraction, prefill, and bandwidth: as good as it gets.
-        server: None: the fleet.
-        severity: fault: something is broken; limit: there is something to gain; note: as it has to be.
-        evidence: a sentence with numbers, units and window.
-        numbers: what it rests on, under SGLang's names: medians over the window, or the time in which requests waited
-            where that was much of it; how much counters grew. What nobody told is not in it.
-        window: first and last second that it is about, by the samples' clock; (0, 0): it is about no time.
-        gain: the factor on tokens/s; the evidence says whether it was predicted or is a bound. None: not known.
-        change: what to set or do, "" for nothing.
-        is_binding: it is what limits the server or the fleet now; others come next, or stand beside it.
-    """
-
-    kind: str
-    server: str | None
-    severity: Literal["fault", "limit", "note"]
-    evidence: str
-    numbers: dict[str, float] = field(default_factory=dict)
-    window: tuple[float, float] = (0.0, 0.0)
-    gain: float | None = None
-    change: str = ""
-    is_binding: bool = True
 
 
 def phase(server: Watched, *, may_drain: bool = True) -> tuple[Phase, Sequence[EngineSample]]:
@@ -247,7 +170,12 @@ def _faults(server: Watched, planned: Planned | None) -> list[Finding]:
          f"{server.garbage} of {server.answers} answers, all with HTTP 200."),
     )  # fmt: skip
     found = [_told(about, kind, words) for is_so, kind, words in cases if is_so][:1]
-    return found + [_told(about, "small pool", f"{', '.join(short)}.", is_binding=False)] * bool(short)
+    beside = (
+        (server.rejected, "rejects rows", f"it rejected {server.rejected} rows in a row while others served, the last "
+         f"with: {server.rejection[:_WORDS].rstrip('.')}."),
+        (short, "small pool", f"{', '.join(short)}."),
+    )  # fmt: skip
+    return found + [_told(about, kind, words, is_binding=False) for is_so, kind, words in beside if is_so]
 
 
 def _still_s(server: Watched) -> float:
