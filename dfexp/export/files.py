@@ -63,9 +63,12 @@ def read(path: Path, like: dict[str, Any], key: str, *, is_parquet: bool) -> Ite
     """The records of an earlier set. Raises ExportError unless they have the keys of `like`, and chats those of its."""
     try:
         for number, record in enumerate(_parquet(path) if is_parquet else _lines(path), 1):
-            chat = record.get(key) or [{}]
-            if record.keys() != like.keys() or chat[-1].keys() != like[key][-1].keys():
-                found = f"{', '.join(record)} and in an answer {', '.join(chat[-1])}"
+            chat = record.get(key)
+            answer = (
+                chat[-1] if isinstance(chat, list) and all(isinstance(turn, dict) for turn in chat) and chat else {}
+            )
+            if record.keys() != like.keys() or answer.keys() != like[key][-1].keys() or type(record["id"]) is not str:
+                found = f"{', '.join(record)} and in an answer {', '.join(answer) or 'nothing'}"
                 raise ExportError(
                     f"row {number} of {path} has {found}: use the format and --thinking it was made with."
                 )

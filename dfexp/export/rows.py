@@ -56,9 +56,12 @@ def marks(row: Mapping[str, Any], *, thinking: bool, tokens: tuple[int, int | No
 
 
 def split(text: str, *, is_open: bool = False) -> tuple[str, str]:
-    """Thought and answer, without the line breaks around them; `is_open`: it is all thought, whose end never came."""
+    """Thought and answer, without the line breaks around them; `is_open`: it is all thought, whose end never came.
+
+    Tags that an answer talks about, the first of them after some other text, are no thought.
+    """
     head, ended, rest = text.partition(_CLOSE)
-    if not ended and not is_open and not text.lstrip().startswith(_OPEN):
+    if not text.lstrip().startswith(_OPEN) and (_OPEN in head or not ended) and not is_open:
         return "", text
     return head.lstrip().removeprefix(_OPEN).strip("\n"), rest.lstrip("\n")
 

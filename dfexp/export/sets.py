@@ -97,7 +97,15 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
         raise ParamsError(f"{min(wrong)!r} can be neither accepted nor rejected. What can: {known}.")
     if not 0 <= options.validation < 1:
         raise ParamsError(f"a share of {options.validation} for validation: give one from 0 to below 1.")
+    whole = options.merge and options.merge.with_name(options.merge.name.replace(".validation", "", 1))
+    if whole and whole != options.merge and whole.exists():
+        raise ParamsError(f"{options.merge} is for validation, and would be trained on. Name the whole set: {whole}.")
     made = Made(run=read_json(folder.run_json), options=options, files=_names(to))
+    sources = {str(source.get("path")) for source in made.run["prompts"]["sources"]}
+    if unknown := options.licenses.keys() - {"", *sources}:
+        raise ParamsError(
+            f"a licence for {min(unknown)!r}, which the run has not read, but {', '.join(sorted(sources))}."
+        )
     for path in made.files.values():
         if os.path.lexists(path):
             raise ExportError(f"{path} exists, and no file is ever replaced. Give another folder or name.")
@@ -167,7 +175,8 @@ def _scan(folder: RunFolder, made: Made) -> None:
 def _write(folder: RunFolder, made: Made, form: Format, parts: dict[str, Path]) -> None:
     options, key = made.options, "conversations" if form == "conversations" else "messages"
     fields = ("role", "content", *(["reasoning_content"] if options.thinking == "apart" else []))
-    schema, known = files.columns(fields) if form == "parquet" else None, dict[str, bytes]()
+    schema = files.columns(fields) if form == "parquet" else None
+    known, sides = dict[str, bytes](), dict[bytes, str]()  # chats by id, and the side of each prompt
     like = dict.fromkeys(schema.names if schema else ("id", key)) | {key: [dict.fromkeys(fields)]}
     with contextlib.ExitStack() as stack:
         out = {split: stack.enter_context(files.Writer(parts[split], schema)) for split in ("validation", "train")}
@@ -179,14 +188,17 @@ def _write(folder: RunFolder, made: Made, form: Format, parts: dict[str, Path]) 
         for split, path in _names(options.merge).items() if options.merge else ():
             if split == "train" or (split == "validation" and path.exists()):
                 for record in files.read(path, like, key, is_parquet=schema is not None):
+                    if record["id"] in known:
+                        raise ExportError(f"{path} has two rows with the id {record['id']!r}. Remove one of them.")
                     known[record["id"]] = _digest(record[key])
+                    sides[_digest(record[key][:-1])] = split
                     made.rows["merged"] += 1
                     add(split, record)
         for row in _good(folder, made):
             record = _record(row, made, key, like)
             if (there := known.get(record["id"])) is None:
                 is_aside = rows.is_for_validation(row["messages"], options.validation)
-                add("validation" if is_aside else "train", record)
+                add(sides.get(_digest(record[key][:-1]), "validation" if is_aside else "train"), record)
             elif there == _digest(record[key]):
                 made.rows["already there"] += 1
             else:

@@ -64,6 +64,7 @@ def test_what_speaks_against_a_row(changes: dict[str, Any], expected: set[str]) 
         ("<think>\na </think> b </think> c", "a ", " b </think> c"),
         ("\n  <think> why  \n</think>so\n", " why  ", "so\n"),
         ("says <think> in the middle", "", "says <think> in the middle"),
+        ("`<think>` goes before `</think>`.", "", "`<think>` goes before `</think>`."),
     ],
 )
 def test_a_text_is_split_where_its_first_thought_ends(text: str, thought: str, answer: str) -> None:

@@ -168,6 +168,26 @@ def test_merging_adds_what_is_not_there_and_leaves_the_earlier_set_alone(tmp_pat
     assert "Their card:\n\n# demo" in (tmp_path / "b" / "README.md").read_text()
 
 
+def test_a_prompt_of_the_earlier_set_keeps_its_side_whatever_the_share(tmp_path: Path) -> None:
+    first = made_from(
+        write_run(tmp_path / "1", [row(i) for i in range(40)]), tmp_path / "a" / "set.jsonl", validation=0.3
+    )
+    other = write_run(tmp_path / "2", [row(i, text="other") for i in range(60)], name="other")
+    both = made_from(other, tmp_path / "b" / "set.jsonl", merge=first.files["train"], validation=0.6)
+    sides = [{line["conversations"][0]["content"] for line in lines(both.files[split])} for split in both.written]
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 60
+    with pytest.raises(
+        ParamsError, match=r"set\.validation\.jsonl is for validation.*Name the whole set: .*a/set\.jsonl"
+    ):
+        made_from(other, tmp_path / "c" / "set.jsonl", merge=first.files["validation"])
+
+
+def test_a_licence_of_no_source_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ParamsError, match=r"a licence for 'a\.jsonl', which the run has not read, but "):
+        made_from(write_run(tmp_path, [row(0)]), tmp_path / "set.jsonl", licenses={"a.jsonl": "mit"})
+
+
 def test_another_run_of_the_same_name_cannot_clash(tmp_path: Path) -> None:
     first = made_from(write_run(tmp_path / "1", [row(0), row(1)]), tmp_path / "1" / "set.jsonl")
     other = write_run(tmp_path / "2", [row(0, text="another"), row(1)])
@@ -185,6 +205,10 @@ def test_another_run_of_the_same_name_cannot_clash(tmp_path: Path) -> None:
         ('{"id":"a","messages":[{"role":"user","content":"q"}]}\n', "has id, messages"),
         ('{"id":"a","conversations":[{"role":"assistant","content":"q","reasoning_content":""}]}\n', "--thinking"),
         ('{"id":"a","conversations":[]}\n', "--thinking"),
+        ('{"id":"a","conversations":"q"}\n', "in an answer nothing"),
+        ('{"id":"a","conversations":["q"]}\n', "in an answer nothing"),
+        ('{"id":["a"],"conversations":[{"role":"user","content":"q"}]}\n', "has id, conversations"),
+        (2 * '{"id":"a","conversations":[{"role":"user","content":"q"}]}\n', "two rows with the id 'a'"),
         ('{"id":\n', "is not a record"),
         (None, "cannot read"),
     ],
@@ -306,7 +330,10 @@ def test_wrong_options_are_refused_before_anything_is_read(tmp_path: Path, optio
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_run(tmp_path, [row(0), row(1, text=""), dataclasses.replace(row(2), finish_reason="length")])
+    folder = write_run(tmp_path, [row(0), row(1, text=""), dataclasses.replace(row(2), finish_reason="length")])
+    run = json.loads(folder.run_json.read_text())
+    run["prompts"]["sources"] = [{"path": "x=y", "rows": 3}]
+    folder.run_json.write_text(json.dumps(run))
     given = "--reject truncated --accept empty --accept garbage --license x=y=mit --thinking dropped"
     assert cli.main(["export", "demo", "--to", "sets/a.jsonl", *given.split()]) == 0
     assert capsys.readouterr().out.splitlines() == [
