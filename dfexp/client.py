@@ -257,7 +257,7 @@ def _read(reply: object, max_tokens: int | None, submitted_at: float, latency_s:
     return Answer(
         text=text, finish_reason=ended if isinstance(ended, str) else None, prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens, max_tokens=max_tokens, submitted_at=submitted_at, latency_s=latency_s,
-        flags=tuple(flags),
+        flags=tuple(flags), model=model if isinstance(model := reply.get("model"), str) else None,
     )  # fmt: skip
 
 

@@ -169,7 +169,10 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one good request gave. `latency_s` runs from sending to the last byte; `flags` as in `Completion`."""
+    """What one good request gave. `latency_s` runs from sending to the last byte; `flags` as in `Completion`.
+
+    `model` is the name that came with it.
+    """
 
     text: str
     finish_reason: str | None
@@ -179,3 +182,4 @@ class Answer:
     submitted_at: float
     latency_s: float
     flags: tuple[str, ...] = ()
+    model: str | None = None

@@ -54,8 +54,8 @@ class Hang:
 class ScriptedServer:
     """Serves `script` on a loopback port. An async context manager."""
 
-    def __init__(self, script: Script, *, delay_s: float = 0.0) -> None:
-        self.script, self.delay_s = script, delay_s
+    def __init__(self, script: Script, *, delay_s: float = 0.0, port: int = 0) -> None:
+        self.script, self.delay_s, self.port = script, delay_s, port
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.in_flight = self.most_in_flight = 0
@@ -67,9 +67,9 @@ class ScriptedServer:
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
-        self.port: int = self._runner.addresses[0][1]
+        self.port = self._runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 

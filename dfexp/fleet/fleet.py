@@ -276,7 +276,7 @@ class Fleet:
         """
         with contextlib.ExitStack() as stack:
             with disk(f"lock {self.folder.lock}"):
-                file = stack.enter_context(self.folder.lock.open("a"))
+                file = stack.enter_context(self.folder.lock.open("ab", 0))  # closing writes nothing that was refused
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -284,8 +284,7 @@ class Fleet:
                     why = f"fleet {self.name!r} is in use by {who}. Stop that, or use another fleet."
                     raise LockedError(why) from None
                 file.truncate(0)
-                file.write(f"{ProcessId.current()} {purpose}")
-                file.flush()
+                file.write(f"{ProcessId.current()} {purpose}".encode())
             try:
                 yield
             finally:

@@ -16,7 +16,7 @@ from dfexp.errors import AccessDenied, DfexpError, RequestError, TimedOut, Unrea
 from dfexp.fleet import Fleet, Server, scrub
 from dfexp.generate.events import EventLog
 from dfexp.generate.probe import Probe
-from dfexp.generate.verdicts import Rejections
+from dfexp.generate.verdicts import Rejections, look_again_s
 from dfexp.params import AnyFleet, RunSpec
 from dfexp.records import EngineSample, ServerLimits
 from dfexp.rollout import Reading
@@ -78,7 +78,7 @@ class Lane:
         self._deaths_in_a_row = 0
         self._errors_in_a_row = 0
         self._is_doubted, self.rejections = False, Rejections()
-        self._misses = 0
+        self._misses, self._draw = 0, random.Random()  # noqa: S311 (spreads retries, guards nothing)
         self._denied_pause_s = 0.0  # above zero: access was denied, and the next look comes after so long
         self._wake = asyncio.Event()
 
@@ -102,6 +102,11 @@ class Lane:
     def serves_soon(self, now: float) -> bool:
         """Whether a row may wait for this server: it gets requests, now or after a short pause."""
         return self.serves and self._paused_until < now + _SOON_S
+
+    def may_return(self, now: float, within_s: float) -> bool:
+        """Whether a server that is away and gave answers may do so again; `within_s`, after its last sign."""
+        is_hope = self.done > 0 and self.state != "quarantined" and not self.rejections.many
+        return is_hope and now - self.moved_at < within_s
 
     def has_room(self, now: float) -> bool:
         """Whether the server should get another request. The first ones are spread: no herd in one step of it."""
@@ -326,7 +331,7 @@ class Lane:
         self.state, self._misses, began = "down", 0, time.monotonic()
         said = scrub(why, self._fleet.key)
         self._events.record("server_down", server=self.name, detail=said, in_flight=len(self.tasks))
-        pause_s = 0.5
+        tries = 0
         while True:
             if self._deaths_in_a_row >= self.restart_budget:
                 if self.state != "quarantined":
@@ -335,8 +340,8 @@ class Lane:
                 await asyncio.sleep(self.quarantine_s)
             if await (self._restart() if self.owned else self._answers()):
                 break
-            await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 (spreads retries, guards nothing)
-            pause_s = min(pause_s * 2, 60.0 if self.owned else 16.0)  # nothing is started by looking at another's
+            await asyncio.sleep(look_again_s(tries, self._draw, owned=self.owned))
+            tries += 1
         await self._refresh_limits()
         self.state, self._last_sign = "ready", time.monotonic()
         self.moved_at, down_s = self._last_sign, self._last_sign - began

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MOST_FAILURES_IN_A_ROW = 50
 _SHOWN_CHARACTERS = 200
+_AWAITED_S = 5.0  # between looks of a row that waits for a server which is away
 _Setting = tuple[str, str]  # a server's name and its configuration
 
 
@@ -45,7 +46,9 @@ class Serving:
         self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
         self._lanes: dict[str, Lane] = {}  # that were given a row
         self._reseeded: set[int] = set()  # rows whose answer was not taken: the next one must be another
-        self._refused: dict[int, str] = {}  # rows that a server refused, and the first that did
+        # By row and kind: the first server that rejected it, and how many answers that one had given by then.
+        self._rejected = defaultdict[int, dict[str, tuple[str, int]]](dict)
+        self._renamed = set[str]()  # servers that answer as another model, which is told
         self._paces = defaultdict[_Setting, Pace](Pace)
         self._open: dict[asyncio.Timeout, tuple[_Setting, float, int | None]] = {}  # when sent, and the most tokens
         self.streak, self._spoiled = FailureStreak.of(MOST_FAILURES_IN_A_ROW), SpoiledStreak(MOST_FAILURES_IN_A_ROW)
@@ -92,6 +95,10 @@ class Serving:
     def _take_answer(self, lane: Lane, job: Job, prompt: Prompt, answer: Answer, is_reseeded: bool) -> None:
         flags = self._overview.flags(lane.name, answer)
         self.refused_since = None
+        if lane.name not in self._renamed and verdicts.is_other_model(lane.model, answer.model):
+            self._renamed.add(lane.name)
+            detail = f"the server answers as model {answer.model!r}; asked was {lane.model!r}"
+            self._s.events.record("other_model", server=lane.name, detail=f"{detail} (fleet.model)")
         policy, kind = verdicts.policy_of(self._generation.spoiled, flags)
         if policy == "retry" and job.attempt < self._generation.max_attempts:
             self._reseeded.add(job.index)
@@ -118,7 +125,7 @@ class Serving:
         )  # fmt: skip
         self._recorder.add(row)  # before all that only watches
         self._reseeded.discard(job.index)
-        self._refused.pop(job.index, None)
+        self._rejected.pop(job.index, None)
         for failure in self.streak.success():
             self._recorder.add_failure(failure)
         self._overview.answered(lane.name, job.index, answer, flags)
@@ -133,11 +140,16 @@ class Serving:
             lane.suspect()
         others = [one for one in self._lanes.values() if one is not lane and one.serves]
         beside, may_move = any(not one.rejections.many for one in others), False
-        if isinstance(error, Refused):
-            is_first = self._refused.setdefault(job.index, lane.name) == lane.name
-            may_move = bool(others) and (is_first or (lane.rejections.many and beside))
         if error.stops_run or isinstance(error, Refused):
-            lane.rejected(now, words, is_denied=error.stops_run, beside=beside)
+            first, answers = self._rejected[job.index].setdefault(error.kind, (lane.name, lane.done))
+            may_move = bool(others) and (first == lane.name or (lane.rejections.many and beside))
+            # One that answers others is believed. One that does not is asked again while a good one may come back.
+            waits = (first, answers) == (lane.name, lane.done) and self._is_awaited(lane, now)
+            lane.rejected(now, words, is_denied=error.stops_run, beside=beside or waits)
+            if waits:
+                lane.failed()
+                self._put_back(job, attempt=job.attempt, avoid=lane.name, not_before=now + _AWAITED_S)
+                return
         if error.retryable and error.counts_as_attempt:
             lane.stumbled()
         if verdicts.is_final(error, job.attempt, self._generation.max_attempts, may_move=may_move):
@@ -149,13 +161,19 @@ class Serving:
         attempt, avoid = job.attempt + error.counts_as_attempt, None if is_refusal else lane.name
         self._put_back(job, attempt=attempt, avoid=avoid, not_before=now + wait_s)
 
+    def _is_awaited(self, lane: Lane, now: float) -> bool:
+        """Whether none serves beside a server, and one that has answered may do so again."""
+        others = [one for one in self._lanes.values() if one is not lane]
+        is_alone = not any(one.serves_soon(now) for one in others)
+        return is_alone and any(one.may_return(now, self._generation.give_up_s) for one in others)
+
     def _put_back(self, job: Job, *, attempt: int, avoid: str | None, not_before: float = 0.0) -> None:
         self._queue.put_back(Job(index=job.index, attempt=attempt, avoid=avoid), not_before=not_before)
 
     def _give_up(self, lane: Lane, job: Job, prompt: Prompt, kind: str, words: str) -> None:
         """A row has failed for good."""
         self._overview.progress.failed()
-        self._refused.pop(job.index, None)
+        self._rejected.pop(job.index, None)
         failure = Failure(
             index=job.index, id=prompt.id, kind=kind, message=scrub(words, self._s.fleet.key), attempts=job.attempt,
             server=lane.name, config_id=lane.config_id, at=time.time(),

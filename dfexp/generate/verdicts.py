@@ -39,6 +39,19 @@ def retry_wait_s(error: RequestError, attempt: int, draw: random.Random, *, else
     return min(_MOST_WAIT_S, _FIRST_WAIT_S * float(2 ** (attempt - 1))) * draw.uniform(0.5, 1.5)
 
 
+def look_again_s(tries: int, draw: random.Random, *, owned: bool) -> float:
+    """Seconds until the next look at a server that is away, after so many; one that is `owned` is started each time."""
+    return min(60.0 if owned else 16.0, 0.5 * 2.0 ** min(tries, 10)) * draw.uniform(0.75, 1.25)
+
+
+def is_other_model(asked: str, answered: str | None) -> bool:
+    """Whether an answer comes from another model, by its name. Servers shorten a path, or tell their file's."""
+    if answered is None or answered == asked:
+        return False
+    one, other = (name.rpartition("/")[2].casefold().removesuffix(".gguf") for name in (asked, answered))
+    return one != other
+
+
 def pause_s(error: RateLimited, draw: random.Random) -> float:
     """Seconds for which a server that turns requests away gets none: what it asked for, else about one.
 

@@ -18,6 +18,7 @@ from dfexp.errors import AccessDenied, EngineStartError, FleetError, LockedError
 from dfexp.fleet import Fleet, attach
 from tests.fleet.conftest import READY_S, marked, start_python, wait_for
 from tests.http_stub import Quiet, serving
+from tests.shards.test_disk import files_at_most
 
 STATES = """
 import json, sys
@@ -204,6 +205,8 @@ def test_one_user_at_a_time(two):
     with pytest.raises(RuntimeError, match="on purpose"), two.lease("mine"):
         raise RuntimeError("on purpose")
     assert two.lease_holder() is None
+    with files_at_most(0), pytest.raises(StorageError, match=r"cannot lock .*File too large"), two.lease("mine"):
+        pass
 
 
 def test_a_lock_that_cannot_be_opened_is_told_with_its_path(two):

@@ -19,6 +19,8 @@ from dfexp.generate.verdicts import (
     drain_s,
     end_of,
     is_final,
+    is_other_model,
+    look_again_s,
     pause_s,
     policy_of,
     retry_wait_s,
@@ -207,3 +209,28 @@ def test_after_a_success_prompts_that_are_too_long_are_their_own_fault() -> None
     streak.success()
     assert not any(streak.failure(failure("prompt_too_long")) for _ in range(100))
     assert len(streak.flush()) == 100
+
+
+@pytest.mark.parametrize(("owned", "most"), [(False, 20.0), (True, 75.0)])
+def test_looks_at_a_server_that_is_away_become_rarer_up_to_a_bound(owned: bool, most: float) -> None:
+    waits = [
+        [look_again_s(tries, random.Random(n), owned=owned) for n in range(200)] for tries in (0, 1, 2, 3, 5, 9999)
+    ]
+    assert 0.37 < min(waits[0]) < max(waits[0]) < 0.63
+    assert [max(each) for each in waits] == sorted(max(each) for each in waits)
+    assert 0.95 * most < max(waits[-1]) <= most, "another's server is found within 20 s of its return"
+    assert min(waits[-1]) >= 0.59 * most, "and not asked all the time"
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "other"),
+    [
+        ("m", "m", False), ("m", None, False), ("Qwen/Qwen3.6-27B", "qwen3.6-27b", False),
+        ("/models/Qwen3.6-27B", "Qwen/Qwen3.6-27B", False), ("smollm2", "/cache/SmolLM2.gguf", False),
+        ("Qwen3.6-27B", "Qwen3.6-27B-FP8", True), ("m", "gpt-4o", True), ("m", "", True),
+    ],
+)  # fmt: skip
+def test_a_path_or_an_alias_that_only_shortens_it_is_the_same_model(
+    asked: str, answered: str | None, other: bool
+) -> None:
+    assert is_other_model(asked, answered) is other
