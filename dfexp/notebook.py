@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import difflib
 import os
 import re
@@ -150,7 +151,7 @@ class _Execution:
         import nbformat
         from nbclient import NotebookClient  # takes seconds, and a kernel that asks for its spec does not need it
 
-        self.error, self.message, self._number = "", "", 0
+        self.error, self.message, self._number, self._is_killed = "", "", 0, False
         self._cell = nbformat.v4.new_code_cell("the start")  # until the first one begins
         self._client = NotebookClient(
             notebook,
@@ -172,6 +173,7 @@ class _Execution:
 
     def kill(self) -> None:
         """End it if it still runs; a kernel that is only starting is killed once it is there."""
+        self._is_killed = True
         for _ in range(60):  # half a minute, then it is left to its daemon thread
             process = getattr(getattr(self._client.km, "provisioner", None), "process", None)
             if self._thread.is_alive() and process is not None:
@@ -181,7 +183,8 @@ class _Execution:
     def _begins(self, cell: Any, cell_index: int) -> None:
         self._cell, self._number = cell, self._number + 1
 
-    def _run(self, log: BinaryIO) -> None:
+    def _run(self, log: BinaryIO, *, is_again: bool = False) -> None:
+        """Run it. Where the kernel dies before the first cell, nothing has happened yet, and it is started again."""
         from nbclient.exceptions import CellExecutionError, DeadKernelError
 
         try:
@@ -189,11 +192,19 @@ class _Execution:
         except CellExecutionError as error:
             own = isinstance(getattr(errors, error.ename, None), type)  # says what happened and what to do
             self._fails(error.ename, error.evalue if own else f"{error.ename}: {error.evalue}.")
-        except DeadKernelError:
-            again = "Rows reported done are on disk; run the notebook again to go on."
-            self._fails("DeadKernelError", f"the kernel died: it was killed, or out of memory. {again}")
         except Exception as error:  # whatever breaks in nbclient, the caller hears of it and the page shows it
-            self._fails(type(error).__name__, f"{type(error).__name__}: {error}")
+            has_begun = self._number > 0
+            if isinstance(error, RuntimeError) and not (has_begun or is_again or self._is_killed):
+                self._run(log, is_again=True)
+                return
+            words = f"{type(error).__name__}: {str(error).rstrip('.')}."
+            if isinstance(error, DeadKernelError):
+                words = "the kernel died: it was killed, or out of memory. Rows reported done are on disk; run the"
+                words += " notebook again to go on."
+            twice = " It was started twice, and no cell ran: run the notebook again to go on."
+            self._fails(type(error).__name__, words + twice * (is_again and not has_begun))
+        finally:  # nbclient leaves it behind where no kernel started, to fail when this process ends
+            atexit.unregister(self._client._cleanup_kernel)
 
     def _fails(self, name: str, message: str) -> None:
         """Keep why it ended, and show it in the cell that ran if that does not say so itself."""
@@ -205,7 +216,8 @@ class _Execution:
             self._cell.outputs.append(told)
         if name != "RunStopped":
             lines = [line for line in self._cell.source.splitlines() if line.strip()]
-            self.message = f"cell [{self._number}] `{lines[-1].strip()[:80]}`: {message}"
+            where = f"cell [{self._number}] `{lines[-1].strip()[:80]}`" if self._number else "before its first cell"
+            self.message = f"{where}: {message}"
 
 
 def _save(notebook: Any, page: Path, folder: FleetFolder) -> str:

@@ -116,6 +116,38 @@ def test_a_killed_kernel_is_reported_within_seconds(root: Path, folder: RunFolde
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_kernel_that_dies_at_its_start_is_started_once_more(root: Path, folder: RunFolder, deaths: int) -> None:
+    write_notebook(root, "n", "print('ran')")
+    script = (
+        "import sys; from pathlib import Path; from dfexp import errors, notebook, params\n"
+        "from dfexp.layout import RunFolder; root = Path(sys.argv[1])\n"
+        "try: notebook.execute('n', params.load(root / 'params/demo.yaml'), RunFolder(root / 'outputs/demo'), root)\n"
+        "except errors.NotebookError as error: sys.exit(f'told: {error}')\n"
+    )
+    killed = set[int]()
+    with subprocess.Popen([sys.executable, "-c", script, str(root)], stderr=subprocess.PIPE, text=True) as caller:
+
+        def kill_new() -> bool:
+            for child in psutil.Process(caller.pid).children(recursive=True):
+                if len(killed) < deaths and child.pid not in killed and "ipykernel" in " ".join(child.cmdline()):
+                    child.kill()
+                    killed.add(child.pid)
+            return len(killed) == deaths
+
+        assert wait_until(kill_new, 100, step_s=0.01)
+        assert caller.stderr is not None
+        said = caller.stderr.read()
+    assert "Traceback" not in said
+    if deaths == 1:
+        assert (caller.returncode, printed(folder.notebooks / "n.ipynb")) == (0, "ran\n")
+    else:
+        assert caller.returncode == 1
+        assert "told: n.ipynb, before its first cell: " in said
+        assert "started twice, and no cell ran: run the notebook again to go on." in said
+
+
+@pytest.mark.slow
 def test_a_flood_of_output_is_kept_and_does_not_fail(root: Path, folder: RunFolder) -> None:
     write_notebook(root, "n", "print('\\n'.join('x' * 99 for _ in range(200_000)))\nfor i in range(20_000): print(i)")
     lines = printed(run(root, folder, "n").with_suffix(".ipynb")).splitlines()
