@@ -17,9 +17,9 @@ from typing import Any
 from dfexp import prompts
 from dfexp.client import ServerClient, answers
 from dfexp.equivalence import LEAST_PAIRS, Said, Verdict, compare, first_difference
-from dfexp.errors import ParamsError
+from dfexp.errors import FleetError, ParamsError
 from dfexp.fleet import up
-from dfexp.fleet.record import flat
+from dfexp.fleet.record import NOT_OF_SERVERS, flat
 from dfexp.generate.identity import request_fields
 from dfexp.jsonl import AppendLog, read_log
 from dfexp.params import ExternalFleet, RunSpec
@@ -52,10 +52,19 @@ def both_ways(
     terms = terms or Terms()
     changes = _changes(spec, changed)
     if not changes:
-        raise ParamsError("both configurations are the same. Name what shall differ, with --with fleet.KEY=VALUE.")
-    if terms.prompts < LEAST_PAIRS:
-        raise ParamsError(f"{terms.prompts} prompts say too little. Give --prompts {LEAST_PAIRS} or more.")
+        raise ParamsError(
+            "both configurations are the same on one server and at one temperature, which --temperature gives. Name "
+            "what shall differ, with --with fleet.KEY=VALUE."
+        )
+    if terms.max_tokens < 1 or terms.temperature < 0:
+        raise ParamsError(
+            f"{terms.max_tokens} tokens at temperature {terms.temperature:g}: give 1 or more, and 0 or more."
+        )
     drawn = _draw(prompts.read(spec.prompts, root), terms)
+    if len(drawn) < LEAST_PAIRS:
+        raise ParamsError(
+            f"{len(drawn)} prompts say too little. Give --prompts {LEAST_PAIRS} or more, and as many to draw."
+        )
     reference, again = _served(spec, root, "reference", drawn, terms, 2, tell)
     (other,) = _served(changed, root, "changed", drawn, terms, 1, tell)
     verdict = compare(reference, other, again)
@@ -115,13 +124,14 @@ def _path(spec: RunSpec, root: Path) -> Path:
 
 
 def _changes(spec: RunSpec, changed: RunSpec) -> list[str]:
-    """Each setting that differs, as text."""
+    """Each setting of a server and of a request that differs, as text; not those that both sides are given."""
+    given = {*(f"fleet.{key}" for key in (*NOT_OF_SERVERS, "servers")), "generation.temperature"}
     old, new = (
-        {f"fleet.{key}": value for key, value in flat(each.fleet).items() if key != "name"}
-        | {f"generation.{key}": value for key, value in request_fields(each.generation).items()}
+        flat(each.fleet) | {f"generation.{key}": value for key, value in request_fields(each.generation).items()}
         for each in (spec, changed)
     )
-    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old | new) if old.get(key) != new.get(key)]
+    keys = sorted((old | new).keys() - given)
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 
 def _draw(reading: prompts.Reading, terms: Terms) -> list[Prompt]:
@@ -141,7 +151,7 @@ def _served(
     """The answers of one server with these settings, so many times."""
     one: dict[str, Any] = {"name": f"{spec.fleet_name}-{side}"}
     one |= {"urls": spec.fleet.urls[:1]} if isinstance(spec.fleet, ExternalFleet) else {"servers": 1}
-    the_fleet, launched = up(spec.model_copy(update={"fleet": spec.fleet.model_copy(update=one)}), root)
+    the_fleet, _ = up(spec.model_copy(update={"fleet": spec.fleet.model_copy(update=one)}), root)
     try:
         the_fleet.wait_ready(spec.fleet.start_timeout_s, tell)
         server, said = the_fleet.servers[0], list[Said]()
@@ -159,10 +169,11 @@ def _served(
             said.append(asyncio.run(all_of_them()))
             took = f"{time.monotonic() - began:.0f} s"
             tell(f"{side}, pass {number + 1} of {times}: {len(said[-1])} of {len(drawn)} prompts answered in {took}")
+            if not the_fleet.is_process_alive(server.name):
+                raise FleetError(f"server {server.name} of {side} died while it answered. Its log: {server.log}.")
         return said
     finally:
-        if launched:
-            the_fleet.down()
+        the_fleet.down()  # also one that a killed comparison left behind
 
 
 def _examples(reference: Said, other: Said) -> list[dict[str, Any]]:

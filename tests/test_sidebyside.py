@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from dfexp import params, sidebyside
+from dfexp import control, params, sidebyside
 from dfexp.cli import main
 from dfexp.equivalence import DIFFERS, PARTS_EARLIER
-from dfexp.errors import ParamsError
-from dfexp.fleet import list_fleets
+from dfexp.errors import FleetError, ParamsError
+from dfexp.fleet import list_fleets, up
 from dfexp.layout import project_root
 
 DEMO = Path("params/demo.yaml")
@@ -46,6 +48,26 @@ def test_what_a_setting_changes_is_found_told_kept_and_shown(
     assert "simulated" not in rows.title
 
 
+@pytest.mark.slow
+def test_a_server_that_dies_ends_it_and_one_that_a_killed_comparison_left_is_used_and_stopped(tmp_path: Path) -> None:
+    spec, other = (params.load(DEMO, [f"outputs={tmp_path}", *more]) for more in ([], ["generation.top_k=1"]))
+    as_left = spec.fleet.model_copy(update={"name": "demo-reference", "servers": 1})
+    left, launched = up(spec.model_copy(update={"fleet": as_left}), project_root())
+    assert launched
+    process = left.servers[0].process
+
+    def tell(line: str) -> None:
+        if "reference, pass 1 of 2: 20 of 20" in line:
+            os.kill(process.pid, signal.SIGKILL)
+            assert control.wait_until(lambda: not process.is_alive(), 10.0)
+
+    with pytest.raises(FleetError, match=r"of reference died while it answered\. Its log: "):
+        sidebyside.both_ways(spec, other, project_root(), tell, sidebyside.Terms(prompts=20, max_tokens=4))
+    assert not process.is_alive()
+    assert list_fleets(project_root(), str(tmp_path)) == []
+    assert sidebyside.kept(spec, project_root()) == []
+
+
 def test_two_equal_configurations_are_refused_before_anything_starts(tmp_path: Path) -> None:
     spec = params.load(DEMO, [f"outputs={tmp_path}"])
     with pytest.raises(ParamsError, match="both configurations are the same"):
@@ -53,7 +75,24 @@ def test_two_equal_configurations_are_refused_before_anything_starts(tmp_path: P
     other = params.load(DEMO, [f"outputs={tmp_path}", "generation.top_k=3"])
     with pytest.raises(ParamsError, match=r"6 prompts say too little\. Give --prompts 20 or more"):
         sidebyside.both_ways(spec, other, project_root(), print, sidebyside.Terms(prompts=6))
+    with pytest.raises(ParamsError, match=r"0 tokens at temperature 0: give 1 or more"):
+        sidebyside.both_ways(spec, other, project_root(), print, sidebyside.Terms(max_tokens=0))
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"prompt": "one"}\n')
+    spec, other = (
+        params.load(DEMO, [f"outputs={tmp_path}", f"prompts.path={few}", f"generation.top_k={k}"]) for k in (3, 4)
+    )
+    with pytest.raises(ParamsError, match=r"1 prompts say too little\. Give --prompts 20 or more, and as many to draw"):
+        sidebyside.both_ways(spec, other, project_root(), print)
+    few.unlink()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("same", ["fleet.servers=1", "fleet.start_timeout_s=99", "generation.temperature=1.5"])
+def test_what_both_sides_are_given_is_no_change(tmp_path: Path, same: str) -> None:
+    spec, other = (params.load(DEMO, [f"outputs={tmp_path}", *more]) for more in ([], [same]))
+    with pytest.raises(ParamsError, match="both configurations are the same on one server and at one temperature"):
+        sidebyside.both_ways(spec, other, project_root(), print)
 
 
 def test_without_comparisons_there_is_nothing_to_show(tmp_path: Path) -> None:
