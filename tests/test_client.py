@@ -9,6 +9,7 @@ import socket
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from typing import Any
 
 import openai
 import pytest
@@ -280,10 +281,21 @@ async def test_separators_and_nul_survive() -> None:
 
 
 async def test_more_requests_than_the_default_pool_run_at_once() -> None:
-    async with ScriptedServer(lambda body, n: chat(), delay_s=2.0) as server:
-        async with aclosing(ServerClient(url=server.url, key=None, model="m", connections=1200)) as client:
-            await asyncio.gather(*(client.complete(MESSAGES, max_tokens=1, timeout_s=60) for _ in range(1200)))
-        assert server.most_in_flight > 1000
+    all_there = asyncio.Event()
+
+    async def answer() -> dict[str, Any]:
+        """No answer before all requests are there."""
+        if server.in_flight == 1200:
+            all_there.set()
+        await all_there.wait()
+        return chat()
+
+    async with (
+        ScriptedServer(lambda body, n: answer()) as server,
+        aclosing(ServerClient(url=server.url, key=None, model="m", connections=1200)) as client,
+    ):
+        await asyncio.gather(*(client.complete(MESSAGES, max_tokens=1, timeout_s=120) for _ in range(1200)))
+    assert server.most_in_flight == 1200
 
 
 @given(st.integers(1, 100_000), st.one_of(st.none(), st.integers(1, 10_000)), st.text(max_size=3000))

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dfexp.engines.base import Server
 from dfexp.errors import FleetError
-from dfexp.jsonl import write_atomic
+from dfexp.jsonl import disk, write_atomic
 from dfexp.layout import FleetFolder
 from dfexp.params import AnyFleet, OwnFleet
 
@@ -66,11 +66,13 @@ def read_record(folder: FleetFolder) -> FleetRecord | None:
 
 @contextlib.contextmanager
 def changing(folder: FleetFolder) -> Iterator[None]:
-    """One process, and one thread in it, at a time changes a fleet; others wait. Ends with its process."""
+    """One process, and one thread in it, at a time changes a fleet; others wait. Raises StorageError."""
     # A file, not the folder: shared file systems lock only what is open for writing. It is never removed, or two
     # processes could each hold the lock of a file of that name.
-    with (folder.path / "launch.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        with disk(f"lock {folder.path}", "Fix the folder."):
+            file = stack.enter_context((folder.path / "launch.lock").open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

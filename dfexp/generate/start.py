@@ -168,7 +168,7 @@ def _spawn(folder: RunFolder, root: Path, retry_failed: Collection[str] | None, 
     status = control.read_status(folder)
     if status is None or status.get("pid") != process.pid:
         words = folder.log.read_bytes()[before:].decode("utf-8", "replace").strip().splitlines()
-        said = words[-1] if words else f"exit code {process.returncode} without a word"
+        said = words[-1] if words else f"exit code {process.returncode}, no word in {folder.log}: is its disk full?"
         raise RunError(f"run {folder.name!r} could not start: {said.removeprefix('dfexp: ')}")
 
 

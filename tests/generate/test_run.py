@@ -148,13 +148,12 @@ async def test_a_wrong_key_or_model_stops_the_run_at_once(project: Project) -> N
 
 
 async def test_a_server_that_denies_in_mid_run_is_left_alone_until_it_serves_again(project: Project) -> None:
-    denied = 0
+    denied = list[bool]()  # whether it was a row
 
     def script(body: dict[str, Any], n: int) -> Any:
-        nonlocal denied
-        if n < 12 or denied >= 7:
+        if n < 12 or denied.count(False) >= 3:  # until it was asked for a token three times
             return chat()
-        denied += 1
+        denied.append("question" in question(body))
         return error(404, "model is being swapped")
 
     async with ScriptedServer(script) as server:
@@ -162,7 +161,9 @@ async def test_a_server_that_denies_in_mid_run_is_left_alone_until_it_serves_aga
         status = await project.end(folder)
         sent = Counter(question(b) for b in server.bodies if "question" in question(b))
     assert (status["state"], status["done"], status["failed"]) == ("ended", 60, 0)
-    assert sum(sent.values()) < 60 + 7
+    # Those in flight; and, as answers and denials may cross, as many that were sent on an answer that came late.
+    assert 2 <= denied.count(True) <= 10
+    assert sum(sent.values()) == 60 + denied.count(True)
 
 
 async def test_kill_9_loses_nothing_that_was_reported_and_resume_completes(project: Project) -> None:

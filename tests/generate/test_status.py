@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,8 +159,11 @@ def assert_told(run: Watched, middle: dict[str, Any]) -> None:
     assert len(middle["findings"]) <= 5
     kinds = [event["kind"] for event in run.events("finding")]
     assert kinds.count("client-limited") == 1, "told once, however long it lasts"
-    for server in middle["servers"]:
-        assert server["num_running_reqs"] == pytest.approx(32, abs=4)
+    looks = [status for status in run.seen if 300 <= status["done"] <= 1200]
+    assert len(looks) >= 5
+    for at, server in enumerate(middle["servers"]):
+        # One look may fall on a moment in which a busy machine left a slot or three empty.
+        assert median(look["servers"][at]["num_running_reqs"] for look in looks) == pytest.approx(32, abs=1)
         assert (server["num_queue_reqs"], server["cap"]) == (0, 36)
         assert 0 < server["full_token_usage"] < server["mamba_usage"] < 1
         assert server["server_tok_per_s"] == pytest.approx(middle["server_tok_per_s"] / 2, rel=0.05)
