@@ -56,15 +56,11 @@ def both_ways(
             "both configurations are the same on one server and at one temperature, which --temperature gives. Name "
             "what shall differ, with --with fleet.KEY=VALUE."
         )
-    if terms.max_tokens < 1 or terms.temperature < 0:
-        raise ParamsError(
-            f"{terms.max_tokens} tokens at temperature {terms.temperature:g}: give 1 or more, and 0 or more."
-        )
+    if terms.max_tokens < 1:
+        raise ParamsError(f"--max-tokens {terms.max_tokens}: give 1 or more.")
     drawn = _draw(prompts.read(spec.prompts, root), terms)
     if len(drawn) < LEAST_PAIRS:
-        raise ParamsError(
-            f"{len(drawn)} prompts say too little. Give --prompts {LEAST_PAIRS} or more, and as many to draw."
-        )
+        raise ParamsError(f"{len(drawn)} prompts say too little. Give --prompts {LEAST_PAIRS} or more, and as many.")
     reference, again = _served(spec, root, "reference", drawn, terms, 2, tell)
     (other,) = _served(changed, root, "changed", drawn, terms, 1, tell)
     verdict = compare(reference, other, again)

@@ -64,9 +64,8 @@ def read(path: Path, like: dict[str, Any], key: str, *, is_parquet: bool) -> Ite
     try:
         for number, record in enumerate(_parquet(path) if is_parquet else _lines(path), 1):
             chat = record.get(key)
-            answer = (
-                chat[-1] if isinstance(chat, list) and all(isinstance(turn, dict) for turn in chat) and chat else {}
-            )
+            turns = chat if isinstance(chat, list) and all(isinstance(turn, dict) for turn in chat) else []
+            answer = turns[-1] if turns else {}
             if record.keys() != like.keys() or answer.keys() != like[key][-1].keys() or type(record["id"]) is not str:
                 found = f"{', '.join(record)} and in an answer {', '.join(answer) or 'nothing'}"
                 raise ExportError(
