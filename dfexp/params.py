@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import Field, JsonValue, StringConstraints, ValidationError, ValidationInfo
@@ -15,6 +15,7 @@ from dfexp.errors import ParamsError
 from dfexp.params_errors import explain, hide_secrets, looks_secret, shown
 from dfexp.params_plan import Count, FlagValues, Group, PlanGroup
 from dfexp.params_prompts import PromptsGroup as PromptsGroup
+from dfexp.params_quality import QualityGroup
 from dfexp.params_simulated import FaultPart, Speed
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -24,6 +25,7 @@ NamedPath = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00/. ][^\x00
 Command = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
 StoreName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{1,62}$")]
 StorePrefix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_./=-]*$", max_length=500)]
+_Group = TypeVar("_Group", bound=Group)
 Policy = Literal["keep", "retry", "fail"]
 _OWN_BODY_KEYS = ("model", "messages", "stream", "stream_options", "n")
 
@@ -143,6 +145,7 @@ class SpoiledGroup(Group):
     empty: Policy = Field("retry", description="no text, or none after the thought")
     garbage: Policy = Field("keep", description="one piece over and over, or nothing for its tokens: a broken server")
     looping: Policy = Field("keep", description="cut for its length while it said one thing over and over")
+    repetitive: Policy = Field("keep", description="half of it or more is said five times or more")
     unclosed_thought: Policy = Field("keep", description="a thought without </think>")
     truncated: Policy = Field("keep", description="cut for its length (finish_reason length)")
     unknown_end: Policy = Field("keep", description="no finish_reason, or one that is not usual")
@@ -251,6 +254,7 @@ class RunSpec(Group):
     generation: GenerationGroup = GenerationGroup()
     store: StoreGroup = StoreGroup()
     report: ReportGroup = ReportGroup()
+    quality: QualityGroup = QualityGroup()
     plan: PlanGroup | None = Field(None, description="what `dfexp plan` needs to know; simulated servers follow it")
     limits: LimitsGroup = LimitsGroup()
     notify: Command | None = Field(None, description="shell command to run at a stall, and when the run ends or fails")
@@ -298,10 +302,19 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 def store_group(tree: Mapping[str, Any]) -> StoreGroup:
     """A store group on its own. Raises ParamsError that lists every mistake."""
+    return _group("store", StoreGroup, tree)
+
+
+def quality_group(tree: Mapping[str, Any]) -> QualityGroup:
+    """A quality group on its own. Raises ParamsError that lists every mistake."""
+    return _group("quality", QualityGroup, tree)
+
+
+def _group(name: str, model: type[_Group], tree: Mapping[str, Any]) -> _Group:
     try:
-        return StoreGroup.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
-        raise ParamsError("\n  ".join(("store: wrong parameter(s).", *explain(error, tree, StoreGroup)))) from None
+        raise ParamsError("\n  ".join((f"{name}: wrong parameter(s).", *explain(error, tree, model)))) from None
 
 
 def validate(tree: Mapping[str, Any], source: str) -> RunSpec:

@@ -88,8 +88,8 @@ def test_a_wrong_file_says_file_key_value_and_fix(name: str) -> None:
     assert str(caught.value).split("\n  ") == [head, *lines]
 
 
-KEYS = "must hold `key: value` lines (run, outputs, fleet, prompts, generation, store, report, plan, limits, notify);"
-KEYS += " found"
+KEYS = "must hold `key: value` lines (run, outputs, fleet, prompts, generation, store, report, quality, plan, limits,"
+KEYS += " notify); found"
 UNREADABLE_FILES = {
     "tab": "tab.yaml:3:1: not valid YAML: found character '\\t' that cannot start any token.",
     "key_twice": "key_twice.yaml:5:3: not valid YAML: key 'servers' is given twice.",

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import argparse
 
-from dfexp import export
+from dfexp import export, params
 from dfexp.cli.common import EXIT_OK, find_run, say
+from dfexp.jsonl import read_json
+from dfexp.layout import RunFolder
+from dfexp.quality import Thresholds
 
 
 def of_run(args: argparse.Namespace) -> int:
     """`dfexp export RUN --to PATH`: the good rows as a training set, with a card beside it."""
+    folder = find_run(args.run)
     options = export.Options(
-        format=args.format, thinking=args.thinking, tokens=(args.min_tokens, args.max_tokens),
-        rejected=frozenset(export.MARKS.keys() - {*args.accept} | {*args.reject}),
+        format=args.format, thinking=args.thinking, thresholds=_thresholds(args, folder),
         validation=args.validation, merge=args.merge, name=args.name,
         licenses={source: licence for source, _, licence in (text.rpartition("=") for text in args.license)},
     )  # fmt: skip
-    made = export.export(find_run(args.run), args.to, options)
+    made = export.export(folder, args.to, options)
     rejected = ", ".join(f"{count:,} {mark}" for mark, count in made.counts["Rejected"].most_common())
     say("rows: " + ", ".join(f"{count:,} {what}" for what, count in made.rows.items()))
     say(f"rejected for (a row can have several reasons): {rejected or 'nothing'}")
     for split, path in made.files.items():
         say(f"{path}: {split}" + (f", {made.written[split]:,} rows" if split != "card" else ""))
     return EXIT_OK
+
+
+def _thresholds(args: argparse.Namespace, folder: RunFolder) -> Thresholds:
+    """Those of the run's parameter file, with what was asked for now over them."""
+    tree = dict(read_json(folder.run_json)["spec"].get("quality") or {})
+    for mine, other in (("accept", "reject"), ("reject", "accept")):
+        kept = [mark for mark in tree.get(mine, ()) if mark not in getattr(args, other)]
+        tree[mine] = [*dict.fromkeys((*kept, *getattr(args, mine)))]
+    for name in ("min_tokens", "max_tokens", "max_repeated", "outlier_sigmas"):
+        if (given := getattr(args, name)) is not None:
+            tree[name] = given
+    return params.quality_group(tree).thresholds

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 import dfexp
-from dfexp.export.rows import MARKS
+from dfexp.quality import KNOWN
 
 if TYPE_CHECKING:
     from dfexp.export.sets import Made
@@ -29,12 +29,13 @@ def card(made: Made) -> str:
     prompts, failed = run["prompts"], sum(counts["Failed"].values())
     missing = prompts["asked"] - made.rows["done"] - failed
     made_with = run.get("versions", {}).get("dfexp")
-    least, most = options.tokens
+    limits = options.thresholds
+    least, most = limits.tokens
     sections: dict[str, Mapping[str, Any]] = {
         "Files": {f"`{path.name}`": f"{made.written[s]:,} rows ({s})" for s, path in made.files.items() if s != "card"},
         "Rows": {"prompts asked": prompts["asked"], **made.rows, "failed": failed, "still to be done": missing},
         "Rejected (a row can have several reasons)": {
-            f"{name}: {MARKS.get(name, 'a flag')}": n for name, n in counts["Rejected"].most_common()
+            f"{name}: {KNOWN.get(name, 'a flag')}": n for name, n in counts["Rejected"].most_common()
         },
         "Failed": counts["Failed"],
         "Finish reasons of good rows": dict(counts["Finish reasons"].most_common()),
@@ -44,8 +45,10 @@ def card(made: Made) -> str:
         **{f"Configuration {name}: {n:,} good rows": _config(run["configs"].get(name, {}))
            for name, n in counts["Configurations"].most_common()},
         "Made with": {"dfexp, exporting": dfexp.__version__, "dfexp, of the run": made_with, "run": run["run"],
-                      "rejected": ", ".join(sorted(options.rejected)), "share for validation": options.validation,
-                      "tokens of an answer": f"{least} to {most or 'any'}"},
+                      "rejected": ", ".join(sorted(limits.rejected)), "share for validation": options.validation,
+                      "tokens of an answer": f"{least} to {'any' if most is None else most}",
+                      "most that may be repeated": "any" if limits.repeated is None else f"{limits.repeated:.0%}",
+                      "length_outlier": f"beyond {limits.sigmas:g} robust standard deviations"},
     }  # fmt: skip
     shown = (f"## {title}\n\n{_table(facts)}" for title, facts in sections.items() if facts)
     text = f"Prompts with the answers of a model. {_THOUGHTS[options.thinking]}"

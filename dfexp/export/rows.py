@@ -1,58 +1,15 @@
-"""One row of a run as one chat of a training set, and what speaks against it. Pure."""
+"""One row of a run as one chat of a training set. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from itertools import pairwise
 from typing import Any, Literal
-
-from dfexp import quality
-from dfexp.records import GARBAGE, SIMULATED
 
 Thinking = Literal["inline", "apart", "dropped"]
 _OPEN, _CLOSE = "<think>", "</think>"
 _SYSTEM = ("system", "developer")
-
-MARKS = {
-    "empty": "no text, or none after the thought",
-    GARBAGE: "one piece over and over, or nothing for its tokens",
-    "looping": "cut for its length while it said one thing over and over",
-    "unclosed_thought": "a thought without an end, which chat templates cannot write as the model said it",
-    "unknown_end": "no usual reason for its end, so it may be cut anywhere",
-    SIMULATED: "made by a simulated server, not by a model",
-    "odd_turns": "a chat that trainers shorten: the first turn is not the user's, or two in a row answer",
-    "tools": "calls of tools; their definitions are not in the run",
-    "too_short": "fewer tokens than asked for",
-    "too_long": "more tokens than asked for",
-}
-"""What speaks against a row, and keeps it out unless told otherwise."""
-ALWAYS = ("tools", "too_short", "too_long")
-"""Marks that cannot be accepted."""
-MORE_MARKS = ("truncated", "earlier_answers", "nul", "surrogates_repaired", "reasoning_rejoined", "reseeded")
-"""Marks of rows that are in unless told otherwise."""
-
-
-def marks(row: Mapping[str, Any], *, thinking: bool, tokens: tuple[int, int | None]) -> set[str]:
-    """Flags of a row, judged again since an older dfexp may have made it, and what else speaks against it.
-
-    Args: thinking, whether a thought was asked for; tokens, the fewest and the most of an answer.
-    """
-    count, least, most = row["completion_tokens"], *tokens
-    roles = [turn["role"] for turn in row["messages"]]
-    talk = roles[roles[0] in _SYSTEM :]
-    is_odd = talk[:1] != ["user"] or any(a == b == "assistant" for a, b in pairwise(talk)) or {*_SYSTEM} & {*talk}
-    calls = "tool" in roles or any(turn.get("tool_calls") for turn in row["messages"])
-    more = {
-        "odd_turns": is_odd,
-        "earlier_answers": "assistant" in roles,
-        "tools": calls or row["finish_reason"] in ("tool_calls", "function_call"),
-        "too_short": count is not None and count < least,
-        "too_long": count is not None and most is not None and count > most,
-    }
-    judged = quality.flags(row["text"], row["finish_reason"], count, thinking=thinking)
-    return {*row["flags"], *judged, *(name for name, holds in more.items() if holds)}
 
 
 def split(text: str, *, is_open: bool = False) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -22,9 +23,10 @@ from dfexp import shards
 from dfexp.errors import ExportError, ParamsError
 from dfexp.export import files, rows
 from dfexp.export.card import card
-from dfexp.export.rows import ALWAYS, MARKS, MORE_MARKS, Thinking
+from dfexp.export.rows import Thinking
 from dfexp.jsonl import disk, encode_line, fsync_dir, parse_line, read_json, temporary_name, write_atomic
 from dfexp.layout import RunFolder
+from dfexp.quality import Thresholds, marks, usual_lengths
 
 Format = Literal["conversations", "messages", "parquet"]
 _SUFFIXES: dict[str, Format] = {".messages.jsonl": "messages", ".jsonl": "conversations", ".parquet": "parquet"}
@@ -38,8 +40,7 @@ class Options:
     Attributes:
         format: None is what the suffix says.
         thinking: where thoughts go: inline as the model wrote them, apart as `reasoning_content`, or dropped.
-        rejected: marks for which a row stays out, `ALWAYS` besides.
-        tokens: the fewest and the most of an answer.
+        thresholds: which rows stay out.
         validation: share of the prompts that go to a file of their own, from 0 to below 1.
         merge: an earlier set whose rows come first.
         name: of the set, with which the ids of its rows begin; None: the run's.
@@ -48,8 +49,7 @@ class Options:
 
     format: Format | None = None
     thinking: Thinking = "inline"
-    rejected: frozenset[str] = frozenset(MARKS)
-    tokens: tuple[int, int | None] = (0, None)
+    thresholds: Thresholds = field(default_factory=Thresholds)
     validation: float = 0.0
     merge: Path | None = None
     name: str | None = None
@@ -92,9 +92,6 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
     form = options.format or next((form for suffix, form in _SUFFIXES.items() if to.name.endswith(suffix)), None)
     if form is None:
         raise ParamsError(f"{to.name}: no format has this suffix. Use {', '.join(_SUFFIXES)}, or name the format.")
-    if wrong := (options.rejected - {*MARKS, *MORE_MARKS}) | ({*ALWAYS} - options.rejected):
-        known = ", ".join((*(mark for mark in MARKS if mark not in ALWAYS), *MORE_MARKS))
-        raise ParamsError(f"{min(wrong)!r} can be neither accepted nor rejected. What can: {known}.")
     if not 0 <= options.validation < 1:
         raise ParamsError(f"a share of {options.validation} for validation: give one from 0 to below 1.")
     whole = options.merge and options.merge.with_name(options.merge.name.replace(".validation", "", 1))
@@ -103,9 +100,7 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
     made = Made(run=read_json(folder.run_json), options=options, files=_names(to))
     sources = {str(source.get("path")) for source in made.run["prompts"]["sources"]}
     if unknown := options.licenses.keys() - {"", *sources}:
-        raise ParamsError(
-            f"a licence for {min(unknown)!r}, which the run has not read, but {', '.join(sorted(sources))}."
-        )
+        raise ParamsError(f"a licence for {min(unknown)!r}, no source of the run: {', '.join(sorted(sources))}.")
     for path in made.files.values():
         if os.path.lexists(path):
             raise ExportError(f"{path} exists, and no file is ever replaced. Give another folder or name.")
@@ -153,13 +148,14 @@ class _Spot:
 
 def _scan(folder: RunFolder, made: Made) -> None:
     """Judge every row, and note where the good ones are."""
-    options, counts = made.options, made.counts
+    options, counts, limits = made.options, made.counts, made.options.thresholds
+    usual = _usual(folder, limits.sigmas) if "length_outlier" in limits.rejected else (0.0, inf)
     thinking = (made.run["spec"].get("generation") or {}).get("enable_thinking") is True
     for row in shards.read_rows(folder.completions, _Spot()):
         made.rows["done"] += 1
-        if bad := rows.marks(row, thinking=thinking, tokens=options.tokens) & options.rejected:
+        if bad := marks(row, limits, thinking=thinking, usual=usual) & limits.rejected:
             made.rows["rejected"] += 1
-            counts["Rejected"].update(bad)
+            counts["Rejected"].update(sorted(bad))
             continue
         made.rows["good"] += 1
         made.places.extend((row["index"], *row["_at"]))
@@ -170,6 +166,12 @@ def _scan(folder: RunFolder, made: Made) -> None:
         if options.thinking == "apart" and not rows.is_as_templates_write(row["text"]):
             made.rows["with other white space around the thought"] += 1
     counts["Failed"].update(row["kind"] for row in shards.read_failures(folder.completions))
+
+
+def _usual(folder: RunFolder, sigmas: float) -> tuple[float, float]:
+    """The bounds of usual lengths, which take a pass of their own."""
+    counts = (row["completion_tokens"] for row in shards.read_rows(folder.completions))
+    return usual_lengths(np.fromiter((np.nan if count is None else count for count in counts), float), sigmas)
 
 
 def _write(folder: RunFolder, made: Made, form: Format, parts: dict[str, Path]) -> None:

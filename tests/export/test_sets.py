@@ -18,9 +18,12 @@ import yaml
 
 from dfexp import cli, shards
 from dfexp.errors import CorruptShardError, ExportError, ParamsError, StorageError
-from dfexp.export import MARKS, Made, Options, export
+from dfexp.export import Made, Options, export
 from dfexp.layout import RunFolder
+from dfexp.quality import MARKS, Thresholds
 from tests.finished_run import failure, row, write_run
+
+WORDS = [f"w{number * number}" for number in range(900)]
 
 THOUGHT = "<think>\nwhy\n</think>\n\nso"
 ODD = "\u2028 \u0085 \x0c \r\n \t \0 \ufffd 漢字 🦉 \\ud800 \"quoted\" {'a': 1}"
@@ -48,7 +51,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def made_from(folder: RunFolder, to: Path, **options: Any) -> Made:
-    return export(folder, to, Options(**options))
+    limits = {name: options.pop(name) for name in ("rejected", "tokens", "repeated", "sigmas") if name in options}
+    return export(folder, to, Options(thresholds=Thresholds(**limits), **options))
 
 
 def test_rows_come_by_index_from_sealed_shards_and_the_open_one(tmp_path: Path) -> None:
@@ -184,7 +188,7 @@ def test_a_prompt_of_the_earlier_set_keeps_its_side_whatever_the_share(tmp_path:
 
 
 def test_a_licence_of_no_source_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ParamsError, match=r"a licence for 'a\.jsonl', which the run has not read, but "):
+    with pytest.raises(ParamsError, match=r"a licence for 'a\.jsonl', no source of the run: "):
         made_from(write_run(tmp_path, [row(0)]), tmp_path / "set.jsonl", licenses={"a.jsonl": "mit"})
 
 
@@ -313,19 +317,68 @@ def test_the_card_says_where_everything_comes_from(tmp_path: Path) -> None:
     assert "/secret/place" not in card
 
 
+def test_wrong_options_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ParamsError, match=r"1\.0 for validation"):
+        made_from(RunFolder(tmp_path / "none"), tmp_path / "set.jsonl", validation=1.0)
+    with pytest.raises(ParamsError, match=r"set\.csv: no format"):
+        made_from(RunFolder(tmp_path / "none"), tmp_path / "set.csv")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rejected": frozenset({*MARKS, "trunkated"})}, "'trunkated' can be neither"),
-        ({"rejected": frozenset()}, "'too_long' can be neither"),
-        ({"validation": 1.0}, "1.0 for validation"),
+        ("--accept tools", "'tools' can be neither accepted nor rejected. What can: empty,"),
+        ("--accept trunkated", "'trunkated' can be neither"),
+        ("--reject trunkated", "'trunkated' can be neither"),
+        ("--reject nul --accept nul", "'nul' is both accepted and rejected"),
+        ("--max-repeated 1.5", "max_repeated = 1.5: must be less than 1"),
+        ("--max-repeated -0.1", "max_repeated = -0.1: must be greater than or equal to 0"),
+        ("--min-tokens -1", "min_tokens = -1: must be greater than or equal to 0"),
+        ("--min-tokens 9 --max-tokens 8", "min_tokens = 9 is above max_tokens = 8"),
+        ("--outlier-sigmas 0", "outlier_sigmas = 0.0: must be greater than 0"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_is_read(tmp_path: Path, options: Any, words: str) -> None:
-    with pytest.raises(ParamsError, match=words):
-        made_from(RunFolder(tmp_path / "none"), tmp_path / "set.jsonl", **options)
-    with pytest.raises(ParamsError, match=r"set\.csv: no format"):
-        made_from(RunFolder(tmp_path / "none"), tmp_path / "set.csv")
+def test_wrong_thresholds_are_refused_before_a_row_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_run(tmp_path, [row(0)])
+    (folder.completions / "completions_000000.jsonl").write_text("no rows\n")
+    assert cli.main(["export", "demo", "--to", "a/a.jsonl", *options.split()]) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("a").exists()
+
+
+def test_the_thresholds_of_the_runs_file_hold_and_options_win(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row is good or rejected, never both, and each reason is counted."""
+    monkeypatch.chdir(tmp_path)
+    wavers = "Let me look at this once more, then. " * 8 + "So the answer is 12, as was to be shown in this exercise. "
+    many = [row(i, completion_tokens=100 + i % 50) for i in range(100)]
+    rows = [*many, row(100, completion_tokens=5000), row(101, completion_tokens=9), row(102, finish_reason="length"),
+            row(103, text=wavers * 6 + str(WORDS)), row(104, text=wavers * 30 + str(WORDS))]  # fmt: skip
+    quality = {"reject": ["truncated", "length_outlier"], "max_tokens": 4000, "max_repeated": 0.1}
+    write_run(tmp_path, rows, rows_per_shard=50, quality=quality)
+    printed = []
+    for to, options in (
+        ("a", ""),
+        ("b", "--accept length_outlier --max-tokens 9000 --max-repeated 0.4 --reject nul"),
+        ("c", "--outlier-sigmas 90 --accept truncated --max-repeated 0.9 --accept repetitive"),
+    ):
+        assert cli.main(["export", "demo", "--to", f"{to}/{to}.jsonl", *options.split()]) == 0
+        printed.append(capsys.readouterr().out.splitlines()[:2])
+        assert len(lines(Path(to, f"{to}.jsonl"))) == int(printed[-1][0].split(", ")[1].split()[0])
+    reasons = "rejected for (a row can have several reasons): "
+    assert printed == [
+        ["rows: 105 done, 100 good, 5 rejected",
+         f"{reasons}5 length_outlier, 2 too_repetitive, 1 too_long, 1 truncated, 1 repetitive"],
+        ["rows: 105 done, 103 good, 2 rejected", f"{reasons}1 truncated, 1 repetitive, 1 too_repetitive"],
+        ["rows: 105 done, 104 good, 1 rejected", f"{reasons}1 too_long"],
+    ]  # fmt: skip
+    card = Path("a/README.md").read_text()
+    assert "| too_repetitive: more of it is said five times or more than asked for | 2 |" in card
+    assert "| most that may be repeated | 10% |" in card
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

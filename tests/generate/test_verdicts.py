@@ -171,6 +171,7 @@ def test_the_strictest_policy_of_all_flags_counts() -> None:
 
 def test_every_flag_of_an_answer_has_a_policy() -> None:
     shown = {*flags("", None, 9), *flags("<think>a\0", "length", 9), *flags("!" * 99, "stop", 9), "looping"}
+    shown |= {*flags(" ".join(map(str, range(500))) + " and so on" * 999, "stop", 9)}
     assert shown | {"surrogates_repaired"} == set(SpoiledGroup.model_fields)
 
 
