@@ -40,7 +40,7 @@ class Project:
     async def start(self, spec: RunSpec, **options: Any) -> RunFolder:
         """The fleet and the generating process, both real; their calls block, so they run in threads."""
         the_fleet, _ = await asyncio.to_thread(fleet.up, spec, self.root)
-        await asyncio.to_thread(the_fleet.wait_ready, 10.0)
+        await asyncio.to_thread(the_fleet.wait_ready, 60.0)
         return await asyncio.to_thread(lambda: generate.start(spec, self.root, **options))
 
     async def run(self, spec: RunSpec, **options: Any) -> dict[str, Any]:

@@ -104,14 +104,15 @@ def rolled(project: Project) -> Iterator[Rolled]:
 @pytest.mark.parametrize("mode", ["good", "llamacpp"])
 async def test_a_change_loses_and_repeats_nothing_and_the_others_serve_meanwhile(rolled: Rolled, mode: str) -> None:
     folder = await rolled.start(rolled.spec(mode, cap=2))
-    terms = {"least_speed": 0.05, "canary_s": 4.0, "answers": 20 if mode == "good" else 4}
+    # A real model on busy cores needs longer for as many tokens; what is asked of them stays the same.
+    terms = {"least_speed": 0.05, "canary_s": 4.0 if mode == "good" else 10.0, "answers": 20 if mode == "good" else 4}
     changed, told = await rolled.change(rolled.spec(mode, cap=4), **terms)
     assert changed, told[-1]
     assert "2 servers, one at a time: fleet." in told[0]
     verdict = event(folder, "canary_answers")["detail"]
     assert verdict.startswith("no difference seen: 20 prompts, 100%" if mode == "good" else "too few answers: 4")
     after = (control.read_status(folder) or {})["done"]
-    await rolled.project.until(folder, lambda s: s.get("done", 0) > after + 20)
+    await rolled.project.until(folder, lambda s: s.get("done", 0) > after + 20, 120.0)
     status = await rolled.stop(folder)
     assert {server["cap"] for server in status["servers"]} == {4}
     rows = rolled.project.rows(folder)
@@ -141,8 +142,9 @@ async def test_a_change_loses_and_repeats_nothing_and_the_others_serve_meanwhile
     assert [server.settings for server in rolled.fleet().servers] == [None, None]
     assert rolled.fleet().group == rolled.spec(mode, cap=4).fleet
     resumed = await rolled.start(generate.read_spec(folder))
-    status = await rolled.stop(resumed)
-    assert status["done"] > len(rows), "the run's own parameters have the new settings, so it goes on"
+    # The run's own parameters have the new settings, so it goes on.
+    await rolled.project.until(resumed, lambda s: s.get("done", 0) > len(rows), 120.0)
+    await rolled.stop(resumed)
 
 
 @pytest.mark.slow
