@@ -1,11 +1,13 @@
 """Uploads beside a run: whether generation notices them, what a minute without S3 costs, how fast a restore is.
 
-    python benchmarks/store.py [--shards 1310] [--away-s 60] [--rows-per-s 1200] [--folder /tmp/store-benchmark]
+    python benchmarks/store.py [--shards 1310] [--away-s 60] [--rows-per-s 1200] [--least-ratio 0.99]
+                               [--folder /tmp/store-benchmark]
 
 A simulated client (no servers: each answer is a sleep) hands rows of 10 KB to the recorder of generation, which writes
 shards of 500. Turns with the uploads (a real SeaweedFS on this machine, over HTTP) and without them alternate in one
 process, so that both see the same machine. In the middle S3 is killed and started again. Then everything is verified,
 20 foreign objects are attacked, and the whole is restored in a process of its own. Needs 2 x 10 MB of disk a shard.
+Exit status 1 if a promise does not hold; that of the ratio needs minutes of turns: --least-ratio.
 """
 
 from __future__ import annotations
@@ -165,7 +167,7 @@ def restored(url: str, bucket: str, root: Path) -> dict[str, float]:
 
 
 def attacked(group: StoreGroup, url: str) -> str:
-    """Puts over 20 foreign objects."""
+    """Puts over 20 foreign objects: errors, objects that were replaced, and objects as they were."""
     s3, errors = client(url), 0
     for number in range(20):
         s3.put_object(Bucket=group.bucket, Key=f"foreign/completions/{number}", Body=b"foreign %d" % number)
@@ -176,15 +178,17 @@ def attacked(group: StoreGroup, url: str) -> str:
         except StoreConflict:
             errors += 1
     kept = [s3.get_object(Bucket=group.bucket, Key=f"foreign/completions/{n}")["Body"].read() for n in range(20)]
-    return f"{errors} errors, {kept.count(b'ours')} replaced, {len(set(kept))} as they were"
+    unchanged = sum(data == b"foreign %d" % number for number, data in enumerate(kept))
+    return f"{errors} errors, {20 - unchanged} replaced, {unchanged} as they were"
 
 
-def main() -> None:  # noqa: D103
+def main() -> int:  # noqa: D103
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=1310)
     parser.add_argument("--away-s", type=float, default=60.0)
     parser.add_argument("--turn-s", type=float, default=15.0)
     parser.add_argument("--rows-per-s", type=float, default=1200.0)
+    parser.add_argument("--least-ratio", type=float, default=0.99)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/store-benchmark"))
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
@@ -209,14 +213,14 @@ def main() -> None:  # noqa: D103
         attack = attacked(group, server.url)
     middle = turns[1:-1] if len(turns) > 8 else turns  # the first one starts everything, the last is cut short
     rate = {side: mean_rate([turn for turn in middle if turn["side"] == side]) for side in ("with", "without")}
-    away = [turn for turn in turns if turn["state"] != "up"]
+    away, ratio = [turn for turn in turns if turn["state"] != "up"], rate["with"] / rate["without"]
     rows = [
         ("shards uploaded", f"{verdict.shards:,} of {args.shards:,}, {verdict.bytes / 1e9:.2f} GB"),
         ("lost, differing, foreign, twice", f"{len(left)}, {len(verdict.problems)} {verdict.problems[:3]}, "
          f"{sum(count > 1 for count in indices.values())}, rows {len(indices):,}"),
         ("answers/s with the store", f"{rate['with']:.1f} (S3 killed for {args.away_s:g} s in them)"),
         ("answers/s without", f"{rate['without']:.1f}"),
-        ("ratio", f"{rate['with'] / rate['without']:.4f}"),
+        ("ratio", f"{ratio:.4f}"),
         ("answers/s while S3 was killed", f"{mean_rate(away):.1f}"),
         ("most shards that waited", f"{max(turn['waiting'] for turn in turns)}; {waiting} at the end, "
          f"uploaded within {ended - mid:.1f} s"),
@@ -228,8 +232,20 @@ def main() -> None:  # noqa: D103
          f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB"),
     ]  # fmt: skip
     print("\n".join(f"{name:<34}{value}" for name, value in rows))
+    total, peak_mb = args.shards * ROWS, again["peak_mb"]
+    promises = {
+        "every shard is uploaded, and agrees": verdict.shards == args.shards and not left and not verdict.problems,
+        "every row once": len(indices) == total and set(indices.values()) == {1},
+        f"the ratio is at least {args.least_ratio:g}": ratio >= args.least_ratio,
+        "answers go on while S3 is away": bool(away) and mean_rate(away) > 0,
+        "the done-set is restored whole, in 60 s and 1 GB": again["done"] == total
+        and again["restore_s"] + again["open_s"] < 60 and peak_mb < 1000,
+        "foreign objects stay": attack == "20 errors, 0 replaced, 20 as they were",
+    }  # fmt: skip
+    print("\n".join(f"{'kept' if is_kept else 'BROKEN':<8}{what}" for what, is_kept in promises.items()))
     shutil.rmtree(args.folder, ignore_errors=True)
+    return 0 if all(promises.values()) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

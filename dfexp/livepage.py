@@ -33,6 +33,8 @@ def line(status: Mapping[str, Any] | None) -> str:
         decoded = status["server_tok_per_s"]
         rate, source = (status["client_tok_per_s"], "client") if decoded is None else (decoded, "servers")
         parts.append(f"{text(rate)} tok/s ({source}, last {duration(status['window_s'])})")
+    if status["state"] == "draining" and status.get("not_uploaded"):
+        parts.append(f"{status['not_uploaded']:,} shard(s) to upload")
     away = [server for server in status["servers"] if server["state"] in ("down", "suspect", "quarantined")]
     if away and is_running:
         parts.append(f"{len(away)} of {len(status['servers'])} servers away ({away[0]['name']}: {away[0]['state']})")
@@ -122,6 +124,7 @@ def _facts(status: Mapping[str, Any]) -> str:
         (is_going, text(float(status["client_tok_per_s"])), f"tok/s of whole answers<br>client, {window}"),
         (is_going, text(float(status["rows_per_s"])), f"completions/s<br>client, {window}"),
         (is_going, text(status["in_flight"]), "requests<br>in flight"),
+        (is_going and bool(status.get("not_uploaded")), text(status.get("not_uploaded")), "shards<br>to upload"),
         (mean is not None, text(mean and round(mean["value"])), f"tokens an answer<br>{bounds}"),
         (True, duration(status["elapsed_s"]), f"since the last start<br>{clock}"),
     )

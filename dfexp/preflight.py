@@ -96,14 +96,13 @@ def accepted(checks: Sequence[Check], names: Sequence[str]) -> list[Check]:
     ]
 
 
-def require(spec: RunSpec, root: Path) -> list[Check]:
-    """The checks, none of which failed. Raises FleetError that lists every failed one with its fix."""
-    checks = checks_for(spec, root)
+def require(spec: RunSpec, root: Path, *, is_store_alone: bool = False) -> list[Check]:
+    """The checks, or that of the store alone. Raises FleetError that lists every failed one with its fix."""
+    checks = _store(spec, root) if is_store_alone else checks_for(spec, root)
     if failed := [check for check in checks if check.state == "fail"]:
-        raise FleetError(
-            f"{len(failed)} check(s) failed; nothing was started.\n{render(failed)}\nTo start in spite of a check that"
-            " is wrong here, name it in fleet.accepted_checks."
-        )
+        accept = "\nTo start in spite of a check that is wrong here, name it in fleet.accepted_checks."
+        words = f"{len(failed)} check(s) failed; nothing was started.\n{render(failed)}"
+        raise FleetError(words + accept * (not is_store_alone))
     return checks
 
 

@@ -58,7 +58,7 @@ def run_notebooks(
     if ended and spec.store.bucket:
         from dfexp.cli.stores import bring  # here, since it takes boto3, which is slow to import
 
-        bring(folder, spec.store)  # what it could not bring, the conclusion and the exit status tell
+        ended["not_uploaded"] = bring(folder, spec.store)
     return EXIT_OK if sample else _conclude(folder, ended or control.read_status(folder) or {})
 
 
@@ -90,9 +90,14 @@ def _conclude(folder: RunFolder, found: Mapping[str, Any]) -> int:
     say(f"  report       {folder.notebooks / '04_report.html'}")
     say(f"  tables       {folder.report}")
     left = not_uploaded(folder.completions) if generate.read_spec(folder).store.bucket else []
-    if left:
-        say(f"  NOT on S3: {len(left):,} shard(s), from {left[0]}. Upload them with: dfexp store upload {folder.name}")
-    return EXIT_OK if found.get("state") == "ended" and done + failed == asked and not left else EXIT_FAILED
+    is_short = bool(left or found.get("not_uploaded"))
+    if gone := [name for name in left if not (folder.completions / name).exists()]:
+        where = "are neither here nor in the bucket. Restore them there from a copy"
+        say(f"  LOST on S3: {len(gone):,} shard(s), from {gone[0]}, {where}.")
+    if is_short and (gone != left or not left):
+        what = f"{len(left) - len(gone):,} shard(s)" if left else f"see store_incomplete in {folder.events}"
+        say(f"  NOT on S3: {what}. Upload with: dfexp store upload {folder.name}")
+    return EXIT_OK if found.get("state") == "ended" and done + failed == asked and not is_short else EXIT_FAILED
 
 
 class Attendant:

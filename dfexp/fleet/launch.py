@@ -74,8 +74,8 @@ def list_fleets(root: Path, outputs: str = "outputs") -> list[FleetFolder]:
 
 def _launch(folder: FleetFolder, engine: Engine, spec: RunSpec, root: Path) -> Fleet:
     """Start the servers. The record is on disk before the first process is, so that none can be forgotten."""
-    if isinstance(spec.fleet, SglangServers):  # real ones take minutes to fail, and GPUs; the others a second
-        preflight.require(spec, root)
+    # Real servers take minutes to fail, and GPUs; the others a second.
+    preflight.require(spec, root, is_store_alone=not isinstance(spec.fleet, SglangServers))
     me = str(ProcessId.current())
     record = FleetRecord(identity=secrets.token_hex(8), spec=spec.fleet, root=root, servers=(), launcher=me)
     fleet = Fleet(folder, engine, record)

@@ -324,6 +324,7 @@ class Loop:
         return self._overview.write(
             state, self._serving.streak.held, reason=self._reason, rollout=deepcopy(self._rolling.status),
             refusals=dict(self._refusals), disk_refuses=self._recorder.refusal,
+            not_uploaded=len(self._s.uploads.left) if self._s.uploads else 0,
         )  # fmt: skip
 
     async def _finish(self, recorder: asyncio.Task[None]) -> tuple[str, str | None]:

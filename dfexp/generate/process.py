@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dfexp import fleet
+from dfexp import control, fleet
 from dfexp.capacity.plan_command import require_room
 from dfexp.errors import DfexpError, RequestError, RunError
 from dfexp.fleet import Fleet
@@ -42,7 +42,7 @@ EXIT_NOT_UPLOADED = 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the generation that `--folder` describes.
 
-    Exit status: 0 ended, 1 failed, 2 could not start, 3 stopped, 4 ended, with shards that are not on S3.
+    Exit status: 0 ended, 1 failed, 2 could not start, 3 stopped, 4 ended, not all of it on S3.
     """
     parser = argparse.ArgumentParser(prog="python -m dfexp.generate")
     parser.add_argument("--folder", type=Path, required=True)
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Nothing is held any more: a command that hangs keeps no other start and no `fleet down` waiting.
     with contextlib.suppress(DfexpError), EventLog(folder.events) as events:
         asyncio.run(tell(read_spec(folder).notify, folder, events, state, words))
-    left = not_uploaded(folder.completions) if read_spec(folder).store.bucket else []
+    left = not_uploaded(folder.completions) or (control.read_status(folder) or {}).get("not_uploaded")
+    left = left if read_spec(folder).store.bucket else None
     return EXIT_NOT_UPLOADED if left and state == "ended" else EXIT_CODES[state]
 
 

@@ -122,7 +122,7 @@ def _base(path: Path) -> dict[str, Any]:
     known = SimulatedFleet.model_fields.keys() - {"name", "first_port", "start_timeout_s", "plan"}
     fleet = {key: value for key, value in tree["fleet"].items() if key in known}
     plan = {**(tree.get("plan") or tree["fleet"].get("plan") or {}), **_NO_PLAN}
-    return {**tree, "fleet": {**fleet, "engine": "simulated"}, "plan": plan}
+    return {**tree, "fleet": {**fleet, "engine": "simulated"}, "plan": plan, "store": {}}  # no bucket gets its rows
 
 
 def _variant(

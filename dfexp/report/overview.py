@@ -21,7 +21,7 @@ from dfexp.records import SIMULATED
 from dfexp.report import series
 from dfexp.report.data import RunData, counted, flags_of, load
 from dfexp.report.series import GPUS, LIMITED, POOLS, REQUESTS, flight, known_until, limited, medians, occupied, steady
-from dfexp.shards import read_manifest
+from dfexp.shards import not_uploaded, read_manifest
 from dfexp.tables import Table, duration, labelled
 
 _OFF = 0.15
@@ -93,7 +93,9 @@ def on_s3(data: RunData) -> tuple[int | None, str, str]:
         words += f"; {data.elsewhere:,} rows are there alone, and in no other number here (dfexp store restore --rows)"
     if any(one["event"] == "store_opened" and one.get("unconditional") for one in data.events):
         words += "; the store ignores If-None-Match, so each put was preceded by a look"
-    return sum(entry.uploaded is not None for entry in shards), "shards", words
+    if gone := [entry.name for entry in shards if "gone" in (entry.uploaded or {})]:
+        words += f"; LOST: {len(gone):,}, neither in the bucket nor in the run's folder, from {gone[0]}"
+    return len(shards) - len(not_uploaded(data.folder.completions)), "shards", words
 
 
 def _time(data: RunData) -> Iterator[Line]:

@@ -11,10 +11,12 @@ All but the record are put once and never replaced. The record is replaced by it
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,7 +31,6 @@ COMPLETIONS, FAILURES = "completions/", "failures/"
 STALE_S = 600.0
 """An owner that has not written the record for so long is taken to be gone."""
 _SHOWN = 10
-_PART = re.compile(r"failures/failures_\d{6,}\.jsonl")
 
 
 class Owner(BaseModel):
@@ -45,17 +46,21 @@ class Owner(BaseModel):
 
 
 class Record(BaseModel):
-    """The content of manifest.json in the bucket. `run` is run.json, `manifest` has the shards that are there."""
+    """The content of manifest.json in the bucket. `run` is run.json, `manifest` has the shards that are there.
+
+    `failures`: bytes of each slice of failures.jsonl, in order.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     owner: Owner
     run: dict[str, Any]
+    failures: list[int] = []
     manifest: Manifest
 
     def encoded(self) -> bytes:
         """The record as it is put: a line for each shard, as in the run's folder."""
-        head = json.dumps({"owner": self.owner.model_dump(), "run": self.run}).removesuffix("}")
+        head = json.dumps(self.model_dump(include={"owner", "run", "failures"})).removesuffix("}")
         manifest = self.manifest.model_dump_json(exclude={"shards"}).removesuffix("}")
         shards = ",\n".join(entry.model_dump_json() for entry in self.manifest.shards)
         return f'{head},"manifest":{manifest},"shards":[\n{shards}\n]}}}}\n'.encode()
@@ -76,9 +81,12 @@ class Contents:
         return {entry.name: entry for entry in self.record.manifest.shards} if self.record else {}
 
     @property
-    def parts(self) -> list[str]:
-        """The slices of failures.jsonl, in order."""
-        return sorted((name for name in self.sizes if _PART.fullmatch(name)), key=lambda name: (len(name), name))
+    def parts(self) -> dict[str, int]:
+        """The slices of failures.jsonl in order, and their bytes: of the record, there or not, and what follows."""
+        parts = {part_name(number): size for number, size in enumerate(self.record.failures if self.record else ())}
+        while (name := part_name(len(parts))) in self.sizes:
+            parts[name] = self.sizes[name]
+        return parts
 
 
 def part_name(number: int) -> str:
@@ -86,9 +94,23 @@ def part_name(number: int) -> str:
     return f"{FAILURES}failures_{number:06d}.jsonl"
 
 
+def own_parts(bucket: Bucket, contents: Contents, folder: Path) -> list[int]:
+    """Bytes of the slices of failures.jsonl: those of the record, and those after it that are of the file here."""
+    sizes, text = list(contents.record.failures) if contents.record else [], b""
+    with suppress(FileNotFoundError):
+        text = (folder / "failures.jsonl").read_bytes()
+    for name, size in list(contents.parts.items())[len(sizes) :]:
+        here = text[sum(sizes) : sum(sizes) + size]
+        if bucket.sha256_of(name) != hashlib.sha256(here).hexdigest():
+            break
+        sizes.append(size)
+    return sizes
+
+
 def read(bucket: Bucket) -> Contents:
     """List the place and read its two small objects. Raises StoreError, also for a record that dfexp did not write."""
-    sizes, got = bucket.sizes(), bucket.get(RECORD)
+    got = bucket.get(RECORD)
+    sizes = bucket.sizes()  # listed after, so that all that the record names is in it, also of a run that goes on
     there = bucket.get(RUN) if RUN in sizes else None
     try:
         run = decode_line(there.data) if there else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,8 +57,7 @@ def restore(name: str, group: StoreGroup, root: Path) -> Restored:
     folder = RunFolder(root / spec.outputs / name)
     if os.path.lexists(folder.path):
         raise StoreError(f"{folder.path} is there already. For its rows: dfexp store restore {name} --rows.")
-    made = RunFolder(folder.path.with_name(f".{name}.restoring"))
-    shutil.rmtree(made.path, ignore_errors=True)
+    made = RunFolder(folder.path.with_name(f".{name}.restoring-{secrets.token_hex(4)}"))  # two may be at it
     with disk(f"write to {made.path}"), ExitStack() as stack:
         stack.callback(shutil.rmtree, made.path, ignore_errors=True)  # there is none any more if all went well
         made.completions.mkdir(parents=True)
@@ -79,11 +79,11 @@ def restore(name: str, group: StoreGroup, root: Path) -> Restored:
 
 
 def _parts(bucket: Bucket, found: Contents) -> Iterator[bytes]:
-    """The slices of failures.jsonl. Raises StoreError if one is missing."""
-    for number, name in enumerate(found.parts):
-        got = bucket.get(name) if name == contents.part_name(number) else None
-        if got is None:
-            raise StoreError(f"{bucket.url(contents.part_name(number))} is missing. Restore it in the bucket.")
+    """The slices of failures.jsonl. Raises StoreError if one is missing, or has another size than the record says."""
+    for name, size in found.parts.items():
+        got = bucket.get(name)
+        if got is None or len(got.data) != size:
+            raise StoreError(f"{bucket.url(name)} is missing, or not as it was put. Restore it in the bucket.")
         yield got.data
 
 

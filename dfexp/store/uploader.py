@@ -116,14 +116,14 @@ class Uploader:
     ) -> None:
         """Args: tell, records an event with its details, in any thread; patience_s, what a store gets to answer now."""
         self._folder, self._shards, self._tell = folder, shards, tell
-        self._stopped, self._changed, self._is_away = threading.Event(), threading.Condition(), False
+        self._stopped, self._changed, self._away = threading.Event(), threading.Condition(), ""
         self._queue: SimpleQueue[ShardEntry] = SimpleQueue()
         self._waiting: dict[str, ShardEntry] = {}
         self._stored: dict[str, ShardEntry] = {}
         self.refused: dict[str, str] = {}
         self._denied: dict[str, str] = {}
         self.ended_by: str | None = None
-        self._owner, self._sent_bytes, self._parts = me(folder), 0, 0
+        self._owner, self._slices, self._lost = me(folder), list[int](), list[int]()
         self._etag: str | None = None
         self._is_open = self._is_ready = self._is_dirty = self._is_finishing = False
         self._recording, self._renewed_at = threading.RLock(), 0.0
@@ -150,15 +150,15 @@ class Uploader:
 
     @property
     def left(self) -> list[str]:
-        """Names of the shards that are sealed and not in the bucket."""
+        """Names of the shards that are sealed and not in the bucket, and of what else is refused or denied there."""
         with self._changed:
-            return sorted([*self._waiting, *self.refused])
+            return sorted({*self._waiting, *self.refused, *self._denied})
 
     @property
     def why(self) -> str:
         """Why something is left, as far as it is known."""
         with self._changed:
-            return self.ended_by or next(iter([*self.refused.values(), *self._denied.values()]), "")
+            return self.ended_by or next(iter([*self.refused.values(), *self._denied.values()]), self._away)
 
     def wait(self, within_s: float) -> bool:
         """Take no more shards, and wait until all are uploaded or cannot be. Returns whether that is so."""
@@ -170,17 +170,18 @@ class Uploader:
 
     def finish(self, within_s: float) -> list[str]:
         """Upload the rest, release the place and end the threads. Returns the shards that are not in the bucket."""
-        self.wait(within_s)
+        if not self.wait(within_s) and not self.left:
+            self._denied[RECORD] = self._away or "the store did not take it in time"
         self._stopped.set()
         if left := self.left:
             why = self.why or "the store did not take them in time"
             self._tell("store_incomplete", left=len(left), shards=left[:10], detail=why)
         return left
 
-    def _told(self, error: StoreError | None) -> None:
+    def _told(self, error: Exception | None) -> None:
         """Of an outage its beginning and its end are told."""
         with self._changed:
-            is_new, self._is_away = (error is None) == self._is_away, error is not None
+            is_new, self._away = (error is None) == bool(self._away), str(error or "")
         if is_new and not self._stopped.is_set():
             self._tell("store_away" if error else "store_answers_again", **({"detail": str(error)} if error else {}))
 
@@ -205,7 +206,8 @@ class Uploader:
                     self._shards.note_uploaded(entry.model_copy(update={"uploaded": None}))
             self._waiting = {n: e for n, e in self._waiting.items() if n not in self._stored and n not in self.refused}
         self._etag = found.got.etag if found.got else None
-        self._parts, self._sent_bytes = len(found.parts), sum(found.sizes[name] for name in found.parts)
+        self._slices = contents.own_parts(bucket, found, self._folder.completions)
+        self._lost = [number for number, name in enumerate(found.parts) if name not in found.sizes]
         self._put_record()
         self._is_open = True
         mode = {} if bucket.is_conditional else {"unconditional": "it ignores If-None-Match: looked for, then put"}
@@ -234,7 +236,7 @@ class Uploader:
                 self._opening.result()
             if not self._is_open:  # the store was away at the start
                 self._claim()
-            self._put_prompts()
+            self._put_aside(PROMPTS, self._put_prompts)
             with self._changed:
                 self._is_ready = True
                 for entry in self._waiting.values():
@@ -248,6 +250,7 @@ class Uploader:
             if self._stopped.is_set():
                 return
             self._put_failures()
+            self._put_aside(PROMPTS, self._put_prompts)  # if they were denied
             self._owner = self._owner.model_copy(update={"is_released": True})
             self._put_record()
         except Exception as error:  # also a defect of this part: the run goes on without it, and says so
@@ -321,25 +324,44 @@ class Uploader:
                 shutil.copyfileobj(source, target, 2**20)
             with packed.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            self._bucket.put_once(PROMPTS, packed, sha256)
+            self._bucket.put_once(PROMPTS, packed, sha256, is_patient=False)
         finally:
             packed.unlink(missing_ok=True)
 
     def _put_failures(self) -> None:
-        """What failures.jsonl has got since the last slice, as the next one."""
-        size = self._shards.failure_bytes
-        if size <= self._sent_bytes:
-            return
-        with (self._folder.completions / "failures.jsonl").open("rb") as file:
-            file.seek(self._sent_bytes)
-            data = file.read(size - self._sent_bytes)
-        name, sha256 = contents.part_name(self._parts), hashlib.sha256(data).hexdigest()
+        """What failures.jsonl has got since the last slice, as the next one, and again those that the bucket lost."""
+        slices = list(self._slices)
+        if (more := self._shards.failure_bytes - sum(slices)) > 0:
+            slices.append(more)
+        for number in [*self._lost, *range(len(self._slices), len(slices))]:
+            with (self._folder.completions / "failures.jsonl").open("rb") as file:
+                file.seek(sum(slices[:number]))
+                data = file.read(slices[number])
+            name, sha256 = contents.part_name(number), hashlib.sha256(data).hexdigest()
+            put = partial(self._bucket.put_once, name, data, sha256, before=self._keep_place, is_patient=False)
+            if len(data) == slices[number] and self._put_aside(name, put):
+                self._slices, self._is_dirty = slices[: max(len(self._slices), number + 1)], True
+                self._lost = [one for one in self._lost if one != number]
+
+    def _put_aside(self, name: str, put: Callable[[], object]) -> bool:
+        """Put what is no shard; whether that was done. What is refused or denied is told, and holds up nothing else."""
+        if name in self.refused:
+            return False
         try:
-            self._bucket.put_once(name, data, sha256, before=self._keep_place)
-        except StoreConflict:
+            put()
+            self._denied.pop(name, None)
+            return True
+        except StoreConflict as problem:
             self._put_record()  # if it is of a process that has taken over, this says so
-            raise
-        self._parts, self._sent_bytes = self._parts + 1, size
+            self.refused[name] = str(problem)
+            self._tell("store_refused", shard=name, detail=str(problem))
+        except (StoreError, OSError) as problem:
+            if isinstance(problem, StoreTaken | StoreUnavailable):
+                raise
+            if name not in self._denied:  # told once
+                self._told(problem)
+            self._denied[name] = str(problem)
+        return False
 
     @property
     def _age_s(self) -> float:
@@ -359,6 +381,7 @@ class Uploader:
                 shards = sorted(self._stored.values(), key=lambda entry: entry.number)
             assert self._known is not None  # Shards.open has written one
             manifest, began = self._known.model_copy(update={"shards": shards}), time.time()
-            data = Record(owner=self._owner, run=read_json(self._folder.run_json), manifest=manifest).encoded()
+            run = read_json(self._folder.run_json)
+            data = Record(owner=self._owner, run=run, failures=self._slices, manifest=manifest).encoded()
             self._etag = self._bucket.replace(RECORD, data, hashlib.sha256(data).hexdigest(), self._etag)
             self._renewed_at = began

@@ -99,9 +99,11 @@ def _failures(bucket: Bucket, found: Contents, folder: RunFolder) -> Iterator[st
     """Whether the slices one after the other are failures.jsonl."""
     path = folder.completions / "failures.jsonl"
     text, at = path.read_bytes() if path.exists() else b"", 0
-    for name in found.parts:
-        here, at = text[at : at + found.sizes[name]], at + found.sizes[name]
-        if bucket.sha256_of(name) != hashlib.sha256(here).hexdigest():
+    for name, size in found.parts.items():
+        here, at = text[at : at + size], at + size
+        if name not in found.sizes:
+            yield f"{bucket.url(name)}: missing; upload it with dfexp store upload"
+        elif bucket.sha256_of(name) != hashlib.sha256(here).hexdigest():
             yield f"{bucket.url(name)}: is not that part of failures.jsonl"
     if at < len(text):
         yield f"{len(text) - at:,} bytes of failures.jsonl are not uploaded: dfexp store upload"

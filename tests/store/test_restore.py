@@ -6,18 +6,24 @@ import json
 import resource
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
 from dfexp import cli, params
+from dfexp.cli.attendant import _conclude
 from dfexp.errors import CorruptShardError, LockedError, StorageError, StoreError
 from dfexp.generate.identity import sampling_text
 from dfexp.jsonl import write_json
+from dfexp.layout import RunFolder
+from dfexp.report.data import load
+from dfexp.report.overview import on_s3
 from dfexp.shards import Shards, list_shards, only_stored, read_failures, read_manifest, read_rows
 from dfexp.store import Uploader, fetch_rows, restore, verify
-from tests.store.conftest import Events, Place, Run, failure, open_shards, row
+from tests.store.conftest import FINGERPRINT, Events, Place, Run, failure, open_shards, row
 from tests.store.proxy import Proxy
 from tests.store.test_uploader import BASE, names, until, upload
 
@@ -252,3 +258,55 @@ def test_a_run_with_no_row_left_is_uploaded_without_servers(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", place.url)
     assert cli.main(["store", "restore", "r", "--from", f"s3://{place.name}/expansion/r"]) == 0
     assert "Nothing is left to do: 9 succeeded + 1 failed" in capsys.readouterr().out
+
+
+def test_restores_at_once_make_one_whole_folder(place: Place, run: Run, tmp_path: Path) -> None:
+    uploaded(run, place)
+    started = Barrier(3, timeout=30.0)
+
+    def once() -> object:
+        started.wait()
+        try:
+            return restore("r", place.group(), tmp_path / "two").shards
+        except (StoreError, StorageError) as error:
+            return error
+
+    with ThreadPoolExecutor(3) as pool:
+        results = [future.result() for future in [pool.submit(once) for _ in range(3)]]
+    assert results.count(4) == 1
+    assert [path.name for path in (tmp_path / "two" / "outputs").iterdir()] == ["r"]
+    assert fetch_rows(RunFolder(tmp_path / "two" / "outputs" / "r"), place.group()) == 4
+
+
+def test_a_record_that_is_written_while_it_is_read_is_no_damage(place: Place, run: Run, tmp_path: Path) -> None:
+    assert upload(run, place, range(4)) == []
+
+    def rule(method: str, path: str, before: int) -> None:
+        if method == "GET" and path.endswith("manifest.json") and not before:
+            assert upload(run, place, range(4, 8)) == []
+
+    with Proxy(place.url, rule) as proxy:
+        assert restore("r", place.group(endpoint_url=proxy.url), tmp_path / "two").rows == 8
+
+
+def test_a_shard_that_is_gone_everywhere_is_in_no_count(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of the report and of the last lines of `dfexp run`, which does not say that it could be uploaded."""
+    run = Run(tmp_path / "one", rows=8, store=place.group())
+    recorded = json.loads(run.folder.run_json.read_text())
+    monkeypatch.setitem(FINGERPRINT, "sampling", sampling_text(params.validate(recorded["spec"], "it").generation))
+    write_json(run.folder.run_json, {**recorded, "fingerprint": FINGERPRINT})
+    assert upload(run, place, range(8)) == []
+    folder = restore("r", place.group(), tmp_path / "two").folder
+    place.s3.delete_object(Bucket=place.name, Key=names(1)[0])
+    monkeypatch.chdir(tmp_path / "two")
+    (tmp_path / "two" / "pyproject.toml").touch()
+    assert cli.main(["store", "upload", "r"]) == 1
+    assert "neither here nor, as it was uploaded, in the bucket" in capfd.readouterr().err
+    count, _, words = on_s3(load(folder))
+    assert (count, "LOST: 1, " in words) == (3, True)
+    assert _conclude(folder, {"state": "ended", "asked": 8, "done": 8, "failed": 0}) == 1
+    said = capfd.readouterr().out
+    assert "LOST on S3: 1 shard(s), from completions_000000.jsonl" in said
+    assert "NOT on S3" not in said

@@ -407,3 +407,79 @@ def test_failures_are_slices_that_are_the_file(place: Place, run: Run) -> None:
     keys = [key for key in place.all_keys() if "failures_" in key]
     assert len(keys) == 3
     assert b"".join(map(place.read, keys)) == (run.folder.completions / "failures.jsonl").read_bytes()
+
+
+def test_what_is_no_shard_holds_up_no_shard_and_no_record_when_it_is_denied(
+    place: Place, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dfexp.store.uploader.RECORD_EVERY_S", 0.05)
+    told, denied = Events(), ["prompts.jsonl.gz", "failures_000000.jsonl"]
+    with (
+        Proxy(place.url, lambda _, path, __: "forbidden" if Path(path).name in denied else None) as proxy,
+        run.open() as shards,
+    ):
+        uploads = Uploader(run.folder, place.group(endpoint_url=proxy.url), shards, told)
+        shards.commit([row(0), row(1)], [failure(9)])
+        until(lambda: json.loads(place.read(f"{BASE}manifest.json"))["manifest"]["shards"])
+        until(lambda: len(uploads.left) == 2)
+        assert uploads.finish(30.0) == ["failures/failures_000000.jsonl", "prompts.jsonl.gz"]
+    assert (told.names.count("store_away"), told.names[-1]) == (2, "store_incomplete")  # once an object
+    assert "AccessDenied" in told[-1]["detail"]
+    assert json.loads(place.read(f"{BASE}manifest.json"))["owner"]["is_released"]
+    assert upload(run, place, range(2, 4)) == []
+    assert verify(run.folder, place.group()).problems == []
+
+
+def test_a_record_that_is_denied_is_missing_at_the_end(place: Place, run: Run) -> None:
+    def rule(method: str, path: str, before: int) -> str | None:
+        return "forbidden" if method == "PUT" and path.endswith("manifest.json") and before else None
+
+    told = Events()
+    with Proxy(place.url, rule) as proxy, run.open() as shards:
+        uploads = Uploader(run.folder, place.group(endpoint_url=proxy.url), shards, told)
+        shards.commit([row(0), row(1)])
+        until(lambda: not uploads.left)
+        assert uploads.finish(0.5) == ["manifest.json"]
+    assert (told.names[-1], "explicit deny" in told[-1]["detail"]) == ("store_incomplete", True)
+    assert upload(run, place, range(0)) == []
+
+
+def test_foreign_objects_in_the_way_of_failures_and_prompts_keep_no_shard_here(place: Place, run: Run) -> None:
+    told, keys = Events(), [f"{BASE}failures/failures_000000.jsonl", f"{BASE}prompts.jsonl.gz"]
+
+    def rule(method: str, path: str, before: int) -> None:
+        if method == "PUT" and not before and path.removeprefix(f"/{place.name}/") in keys:
+            place.put(path.removeprefix(f"/{place.name}/"), b"foreign")  # at this very moment
+
+    with Proxy(place.url, rule) as proxy, run.open() as shards:
+        uploads = Uploader(run.folder, place.group(endpoint_url=proxy.url), shards, told)
+        shards.commit([row(0), row(1)], [failure(9)])
+        assert uploads.finish(30.0) == ["failures/failures_000000.jsonl", "prompts.jsonl.gz"]
+    assert [place.read(key) for key in keys] == [b"foreign"] * 2
+    assert told.names == ["store_opened", "store_refused", "store_refused", "store_incomplete"]
+    assert uploads.ended_by is None
+    assert [key for key in place.all_keys() if "completions_" in key] == names(1)
+    assert len(verify(run.folder, place.group()).problems) == 3
+    assert upload(run, place, range(2, 4)) == ["failures/failures_000000.jsonl"]  # taken for none of ours
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_slice_of_failures_that_the_bucket_lost_is_told_and_put_again(
+    place: Place, run: Run, tmp_path: Path, lost: int
+) -> None:
+    for index in (7, 8, 9):
+        with run.open() as shards:
+            uploads = Uploader(run.folder, place.group(), shards, Events())
+            shards.commit([], [failure(index)])
+            assert uploads.finish(30.0) == []
+    key = f"{BASE}failures/failures_{lost:06d}.jsonl"
+    before = place.read(key)
+    place.s3.delete_object(Bucket=place.name, Key=key)
+    assert verify(run.folder, place.group()).problems == [
+        f"s3://{place.name}/{key}: missing; upload it with dfexp store upload"
+    ]
+    with pytest.raises(StoreError, match=rf"failures_{lost:06d}.jsonl is missing"):
+        restore("r", place.group(), tmp_path / "two")
+    assert upload(run, place, range(2)) == []
+    assert place.read(key) == before
+    assert verify(run.folder, place.group()).problems == []
