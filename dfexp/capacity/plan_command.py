@@ -10,11 +10,13 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dfexp import prompts
 from dfexp.capacity import check, workload
 from dfexp.capacity.cost import Server
 from dfexp.capacity.errors import CapacityError, DoesNotFit, FlagsRefused, TooLittleRoom, UnknownModel
-from dfexp.capacity.flags import modelled, own_name, parse_flags, rules
+from dfexp.capacity.flags import Flags, differing, modelled, own_name, parse_flags, rules
 from dfexp.capacity.memory import Free, MemoryPlan
 from dfexp.capacity.models import Model, load_model
 from dfexp.capacity.planner import Candidate, Plan, Setting, make_plan
@@ -218,7 +220,8 @@ def plan_text(spec: RunSpec, root: Path, *, as_json: bool) -> str:
     prepared = prepared_for(spec, root)
     made = make_plan(prepared.setting)
     if not as_json:
-        return table(prepared, made)
+        given = getattr(spec.fleet, "flags", None) or {}
+        return table(prepared, made, {name: given[name] for name in given.keys() - modelled(given).keys()})
     setting, load = prepared.setting, prepared.setting.workload
     tree = {
         "model": asdict(prepared.model),
@@ -240,8 +243,8 @@ def check_text(path: Path, *, as_json: bool) -> tuple[str, int]:
     return json.dumps(check.to_json(rows), indent=1) if as_json else check.render(rows), check.status(rows)
 
 
-def table(prepared: Prepared, made: Plan) -> str:
-    """The plan for a reader."""
+def table(prepared: Prepared, made: Plan, others: Mapping[str, Any]) -> str:
+    """The plan for a reader. Args: others, flags of the servers that have no part in it and stay."""
     setting, model, lengths = prepared.setting, prepared.model, prepared.setting.workload.completion
     efficiency, server = setting.efficiency, setting.server
     lines = [
@@ -256,10 +259,11 @@ def table(prepared: Prepared, made: Plan) -> str:
         *(f"     {mark}" for mark in made.current.marks),
     ]
     for position, item in enumerate(made.ranked, 1):
-        lines += _paragraph(str(position), item)
+        lines += _paragraph(str(position), item, others)
+    lines += ["", "flags: {...} as it is, in place of that of the file's fleet group, is the same in a parameter file."]
     lines += ["", f"Radix cache: {made.radix}", "", "These change the outputs, so they are not ranked with the rest:"]
     for item in made.changing:
-        lines += _paragraph("*", item)
+        lines += _paragraph("*", item, others)
     return "\n".join(lines)
 
 
@@ -288,6 +292,8 @@ def _line(values: dict[str, Any]) -> str:
     return f"{texts[0]:<4}" + "".join(f"{text:>10}" for text in texts[1:])
 
 
-def _paragraph(name: str, item: Candidate) -> list[str]:
-    values = row(name, item)
-    return [_line(values), f"     {values['flags']}", f"     {values['why']}"]
+def _paragraph(name: str, item: Candidate, others: Mapping[str, Any]) -> list[str]:
+    values, changed = row(name, item), differing(Flags(), item.flags)
+    tree = {**others, **{flag: pair[1] for flag, pair in changed.items()}}
+    text = yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    return [_line(values), f"     {values['flags']}", f"     flags: {text}", f"     {values['why']}"]

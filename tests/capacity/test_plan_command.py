@@ -10,6 +10,7 @@ import yaml
 
 from dfexp import cli, params
 from dfexp.capacity.errors import CapacityError, DoesNotFit, TooLittleRoom, UnknownModel
+from dfexp.capacity.flags import modelled, parse_flags, rules, to_argv
 from dfexp.capacity.plan_command import check_text, plan_of, plan_text, prepared_for, require_room
 from dfexp.capacity.planner import make_plan
 from dfexp.errors import ParamsError
@@ -36,6 +37,28 @@ def test_the_shipped_plan_prints_a_ranked_table() -> None:
     print(text)
     assert "--disable-radix-cache --max-running-requests 15" in text
     assert "These change the outputs" in text
+
+
+def test_the_yaml_of_each_candidate_pasted_into_the_file_gives_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params").mkdir()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a question"}\n')
+    tree = yaml.safe_load(EXPANSION.read_text()) | {"prompts": {"path": "prompts.jsonl"}}
+    tree["fleet"]["flags"] |= {"log_level": "warning", "chunked_prefill_size": -1}
+    file = tmp_path / "params" / "x.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    lines = plan_text(params.load(file), tmp_path, as_json=False).splitlines()
+    pasted = [(line, lines[place - 1]) for place, line in enumerate(lines) if line.startswith("     flags: ")]
+    assert len(pasted) > 5
+    for line, above in pasted:
+        file.write_text(yaml.safe_dump({**tree, "fleet": {**tree["fleet"], **yaml.safe_load(line)}}))
+        assert cli.main(["check", "params/x.yaml"]) == 0, capsys.readouterr().err
+        spec = params.load(file)
+        assert spec.fleet.flags["log_level"] == "warning"
+        argv = to_argv(parse_flags(modelled(spec.fleet.flags)), rules("0.5.12"))
+        assert argv == above.removeprefix("     FP8 weights,").split()
 
 
 def test_the_planned_file_has_the_flags_that_are_ranked_first() -> None:
