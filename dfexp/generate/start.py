@@ -233,9 +233,15 @@ def _sha256(path: Path) -> str:
 @contextmanager
 def _one_at_a_time(folder: RunFolder) -> Iterator[None]:
     """Two cells or terminals that start the same run wait for each other instead of racing."""
+    path, is_new = folder.path / ".start.lock", not folder.path.exists()
     with ExitStack() as stack:
         with disk(f"use {folder.path}", "Fix the folder, or choose another name for `run`."):
             make_folder(folder.path)
-            lock = stack.enter_context((folder.path / ".start.lock").open("a"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            fcntl.flock(stack.enter_context(path.open("a")), fcntl.LOCK_EX)
+            make_folder(folder.path)  # a start that was waited for may have been refused, and have removed it
+        try:
+            yield
+        finally:
+            if is_new and [*folder.path.iterdir()] == [path]:  # of a run that was refused nothing stays
+                path.unlink()
+                folder.path.rmdir()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dfexp import generate
+from dfexp.errors import PromptsError
 from dfexp.params import RunSpec
 from tests.generate.conftest import Project
 from tests.shards.os_tap import tapped
@@ -66,6 +67,20 @@ def test_power_lost_while_prompts_are_frozen_leaves_what_the_next_start_complete
             shutil.rmtree(after)
             states += 1
     assert states > 20
+
+
+def test_a_run_that_is_refused_leaves_no_folder_that_it_made(project: Project) -> None:
+    spec = project.spec(["http://127.0.0.1:1"], PROMPTS)
+    folder, prompts = generate.run_folder(spec, project.root).path, project.root / "params" / "prompts.jsonl"
+    kept = prompts.read_text()
+    prompts.unlink()
+    for is_there in (False, True):
+        with pytest.raises(PromptsError):
+            generate.prepare(spec, project.root)
+        assert folder.exists() == is_there
+        folder.mkdir(exist_ok=True)
+    prompts.write_text(kept)
+    assert generate.prepare(spec, project.root).run_json.exists()
 
 
 def test_a_run_that_an_older_version_began_goes_on(project: Project) -> None:
