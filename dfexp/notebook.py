@@ -7,13 +7,14 @@ import atexit
 import difflib
 import os
 import re
+import select
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from threading import Thread
 from typing import Any, BinaryIO
 
 from dfexp import errors, fleet, params
@@ -40,17 +41,25 @@ def spec(namespace: Mapping[str, Any]) -> params.RunSpec:
     The file that `params` names, with what the parameters cell and papermill set laid over it. Where papermill handed
     over a whole run (`-f params/x.yaml`: fleet and prompts, and no `params`), that stands alone. Names are read from
     the cells: papermill only warns about those that the notebook does not have. Raises ParamsError with all mistakes.
-    From here on the terminal of the kernel hears of a stop too.
+    From here on the terminal of the kernel hears of a stop too, and how to go on where papermill is killed.
     """
+    found = _described(namespace)
     if "get_ipython" in namespace:
         with suppress(OSError):  # a stderr that is no file; a kernel's has the one that it began with
-            tell = partial(_tell_the_terminal, os.dup(sys.stderr.fileno()))
-            namespace["get_ipython"]().set_custom_exc((RunStopped,), tell)
+            stderr = os.dup(sys.stderr.fileno())
+            namespace["get_ipython"]().set_custom_exc((RunStopped,), partial(_tell_the_terminal, stderr))
+            _mind_the_parent(stderr, found)
+    return found
+
+
+def _described(namespace: Mapping[str, Any]) -> params.RunSpec:
+    """The spec. What is given as None wins over the file too, and means the defaults."""
     written, injected = _assigned_names(namespace.get("In", ()))
     wrong = [_unknown(name, namespace.get(name)) for name in dict.fromkeys(written + injected) if name not in NAMES]
     if wrong:
         raise ParamsError("\n  ".join(("the parameters of this notebook: nothing was started.", *wrong)))
-    given = {name: namespace[name] for name in params.PARAMETERS if namespace.get(name) not in (None, {}, "")}
+    given = {name: namespace[name] for name in params.PARAMETERS if namespace.get(name, {}) not in ({}, "")}
+    given = {name: value for name, value in given.items() if value is not None or name not in ("run", "outputs")}
     if {"fleet", "prompts"} <= set(injected) and "params" not in injected:
         handed = {name: value for name, value in given.items() if name in injected}
         return params.validate(handed, "the run handed to this notebook (fleet and prompts without params)")
@@ -61,6 +70,23 @@ def spec(namespace: Mapping[str, Any]) -> params.RunSpec:
         return params.validate(given, "the parameters of this notebook")
     source = f"{file} with {', '.join(given)} set in the notebook" if given else file
     return params.validate(params.merge(params.read_yaml(project_root() / file), given), source)
+
+
+def _mind_the_parent(stderr: int, run: params.RunSpec) -> None:
+    """Say how to go on when what started this kernel is killed: papermill says nothing then, and its kernels die."""
+    does = "goes on" if run.generation.on_orphan == "continue" else "drains and stops"
+    words = f"what started this notebook has ended; a run that it started {does}. What is done is on disk: dfexp"
+    words += f" status {run.run}. To go on: `dfexp resume {run.run}`, or the same command. The servers stay:"
+    words += f" dfexp fleet down {run.fleet_name}"
+    if hasattr(os, "pidfd_open") and all(thread.name != words for thread in threading.enumerate()):
+        parent = os.pidfd_open(os.getppid())
+        threading.Thread(name=words, target=_tell_at_the_end, args=(parent, stderr, words), daemon=True).start()
+
+
+def _tell_at_the_end(process: int, fd: int, words: str) -> None:
+    select.select([process], [], [])
+    with suppress(OSError):
+        os.write(fd, f"\ndfexp: {words}\n".encode())
 
 
 def _tell_the_terminal(
@@ -162,7 +188,7 @@ class _Execution:
             iopub_timeout=600,  # a flood of output may lag minutes behind the cell that wrote it
             coalesce_streams=True,
         )
-        self._thread = Thread(target=self._run, args=(log,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(log,), daemon=True)
 
     def wait(self, tick: Callable[[], object]) -> None:
         """Run it to its end."""

@@ -150,6 +150,26 @@ def test_papermill_that_is_interrupted_ends_with_an_error_that_says_how_to_resum
         fleet.attach(fleet_folder(spec, place)).down()
 
 
+@pytest.mark.slow
+def test_papermill_that_is_terminated_says_how_to_resume_and_its_run_stops(place: Path) -> None:
+    spec, folder = written(place, LONG, progress_interval_s=1.0)
+    the_fleet, _ = fleet.up(spec, place)
+    try:
+        the_fleet.wait_ready(60.0)
+        with papermill(place) as command:
+            assert control.wait_until(lambda: done(folder) >= 5, 90)
+            command.send_signal(signal.SIGTERM)
+            _, err = command.communicate(timeout=90)
+        assert command.returncode not in (0, None), err
+        assert "to go on: `dfexp resume r`" in err.lower()
+        assert "dfexp fleet down r" in err
+        assert control.wait_until(lambda: control.living_process(folder) is None, 60)
+        (ledger := Ledger(folder)).check()
+        assert 5 <= len(ledger.done) < LONG
+    finally:
+        fleet.attach(fleet_folder(spec, place)).down(force=True)
+
+
 def papermill(place: Path) -> subprocess.Popen[str]:
     """03_generate as papermill runs it, with a kernel that does not know that this is a test."""
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}

@@ -9,7 +9,8 @@ import pytest
 
 from dfexp import notebook
 from dfexp.errors import ParamsError
-from tests.notebooks.support import make_project, parameters_cell
+from dfexp.params import RunSpec
+from tests.notebooks.support import PARAMETERS, make_project, parameters_cell
 
 WHOLE = (
     "# Parameters\n"
@@ -60,6 +61,31 @@ def test_another_file_can_be_named() -> None:
 def test_a_group_given_in_part_is_merged_over_the_file() -> None:
     spec = notebook.spec(kernel(parameters_cell(), '# Parameters\ngeneration = {"max_tokens": 9}\n'))
     assert (spec.run, spec.generation.max_tokens, spec.generation.temperature) == ("demo", 9, 0.5)
+
+
+FILE = PARAMETERS + "notify: tell me\noutputs: elsewhere\nlimits: {rows: 5}\nstore: {bucket: abc}\n"
+
+
+@pytest.mark.parametrize("name", ["notify", "limits", "store"])
+@pytest.mark.parametrize("is_injected", [False, True])
+def test_none_given_on_top_wins_over_the_file(project: Path, name: str, is_injected: bool) -> None:
+    (project / "params" / "demo.yaml").write_text(FILE)
+    asis, cell = notebook.spec(kernel(parameters_cell())), parameters_cell()
+    written = cell.replace(f"\n{name} = ", f"\n{name} = None  # ")
+    spec = notebook.spec(kernel(cell, f"# Parameters\n{name} = None\n") if is_injected else kernel(written))
+    assert (asis.notify, asis.outputs, asis.limits.rows, asis.store.bucket) == ("tell me", "elsewhere", 5, "abc")
+    assert spec == asis.model_copy(update={name: RunSpec.model_fields[name].default})
+
+
+def test_run_and_outputs_are_never_none(project: Path) -> None:
+    (project / "params" / "demo.yaml").write_text(FILE)
+    spec = notebook.spec(kernel(parameters_cell(), "# Parameters\nrun = None\noutputs = None\n"))
+    assert (spec.run, spec.outputs) == ("demo", "elsewhere")
+
+
+def test_a_group_that_must_be_there_cannot_be_none(project: Path) -> None:
+    with pytest.raises(ParamsError, match="prompts: missing"):
+        notebook.spec(kernel(parameters_cell(), "# Parameters\nprompts = None\n"))
 
 
 def test_another_engine_takes_nothing_from_the_file() -> None:
