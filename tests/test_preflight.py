@@ -562,9 +562,11 @@ def test_the_command_lists_what_is_missing_and_what_would_run(project: Path) -> 
 def test_the_command_tells_how_servers_differ(capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--set", "fleet.servers=2", "--set", "fleet.first_port=null"]
     assert cli.main(["preflight", "params/a.yaml", *changes, "--set", "fleet.device=cpu"]) == 1
-    assert capsys.readouterr().out.count("  server 2: the same with another free port\n") == 2
+    assert capsys.readouterr().out.count("  server 1: the same with another free port\n") == 2
     assert cli.main(["preflight", "params/a.yaml", *changes]) == 1
-    assert "  server 2: the same with CUDA_VISIBLE_DEVICES=1, another free port\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("; server 0:\n") == 2, "from 0, as fleet.faults count"
+    assert "  server 1: the same with CUDA_VISIBLE_DEVICES=1, another free port\n" in said
 
 
 def test_the_command_tells_that_the_fleet_runs_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

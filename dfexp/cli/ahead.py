@@ -49,9 +49,9 @@ def preflight_run(args: argparse.Namespace) -> int:
     checks = preflight.checks_for(spec, root)
     print(preflight.render(checks))
     for version, commands in preflight.launches_for(spec, root).items():
-        print(f"\nwith SGLang {version}, and for each server a private file with its API key:\n  {commands[0]}")
+        print(f"\nwith SGLang {version}, each server with a private file for its API key; server 0:\n  {commands[0]}")
         known = set(commands[0].split())
-        for number, command in enumerate(commands[1:], 2):
+        for number, command in enumerate(commands[1:], 1):  # from 0, as faults and rehearsals count
             others = [w for w in command.split() if w not in known] + ["another free port"] * ("--port 0" in command)
             print(f"  server {number}: the same with {', '.join(others)}")
     return EXIT_FAILED if any(check.state == "fail" for check in checks) else EXIT_OK

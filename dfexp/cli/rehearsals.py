@@ -42,7 +42,8 @@ def rehearsal(args: argparse.Namespace) -> int:
                     with stop_signals():  # a second Ctrl-C leaves no servers behind
                         rehearse.end(spec, root)
                 if not args.no_whole:
-                    tell(f"simulating all {variant.setting.prompts:,} prompts without servers; 700,000 take a minute")
+                    minutes = max(1, round((every := variant.setting.prompts) / 7e5))
+                    tell(f"simulating all {every:,} prompts without servers: {minutes} min, on a busy machine more")
                 lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
                 group = spec.report.model_copy(update={"compare": [each.spec.run for each in finished]})
                 finished.append(variant)
