@@ -418,3 +418,31 @@ def test_an_output_that_is_gone_ends_no_run_and_a_killed_kernel_leaves_no_server
     assert control.living_process(folder) is None
     assert not processes_of(project), "the fleet is stopped once the run has let go of it"
     assert sum(counts(folder).values()) == done(folder)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_cannot_start_ends_the_command_with_one_line_and_no_server_and_the_run_goes_on(
+    project: Path,
+) -> None:
+    folder, killed = RunFolder(project / "outputs" / "small"), set[int]()
+    argv = [*DFEXP, "run", "params/small.yaml"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        assert any(line.startswith("03_generate: ") for line in command.stdout)
+
+        def kill_new() -> bool:
+            for child in psutil.Process(command.pid).children(recursive=True):
+                if child.pid not in killed and "ipykernel" in " ".join(child.cmdline()):
+                    child.kill()
+                    killed.add(child.pid)
+            return len(killed) == 2
+
+        wait_for(kill_new)
+        _, said = command.communicate(timeout=120)
+    assert command.returncode == cli.EXIT_FAILED
+    assert said.count("\n") == 1
+    assert said.startswith("dfexp: 03_generate.ipynb, before its first cell: ")
+    assert "started twice" in said
+    assert not processes_of(project)
+    assert run("resume", "small").returncode == 0
+    assert sorted(counts(folder)) == list(range(ROWS))
