@@ -232,7 +232,7 @@ def test_absolute_paths_need_no_root(tmp_path: Path) -> None:
         ("p.json", r"'p\.json': files must end in \.jsonl, \.jsonl\.gz, \.parquet"),
         ("cut.jsonl.gz", r"cannot read cut\.jsonl\.gz after row \d+: Compressed file ended"),
         ("bad.parquet", r"cannot read bad\.parquet after row 0: .*Parquet"),
-        ("empty.jsonl", r"no usable prompt in empty\.jsonl \(no rows\)\. Name its field with prompts\.column"),
+        ("empty.jsonl", r"no usable prompt in empty\.jsonl \(no rows\)\. Check the source"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path, path: str, message: str) -> None:
@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path, path: 
 def test_no_usable_prompt_says_what_was_found(tmp_path: Path) -> None:
     with pytest.raises(PromptsError) as caught:
         prompts(tmp_path, {"completion": "x", "source": "y"}, {"completion": "z"})
-    assert "no usable prompt in p.jsonl (2 x no prompt field)" in str(caught.value)
+    assert "no usable prompt in p.jsonl (2 x no prompt field). Name its field with prompts.column." in str(caught.value)
     assert "\n  p.jsonl:1: no prompt field: no messages or conversations or" in str(caught.value)
     assert "text; found completion, source\n" in str(caught.value)
 

@@ -105,7 +105,9 @@ class Reading:
             first = "".join(
                 "\n  {source}:{line}: {reason}: {detail}".format(**drop) for drop in self.dropped.examples[:3]
             )
-            raise PromptsError(f"no usable prompt in {names} ({counts}). Name its field with prompts.column.{first}")
+            is_unnamed = "no prompt field" in self.dropped.by_reason
+            fix = "Name its field with prompts.column" if is_unnamed else "Check the source"
+            raise PromptsError(f"no usable prompt in {names} ({counts}). {fix}.{first}")
         for part in self._parts:
             if part.meaning.names_id and part.kept and not part.id_seen:
                 raise PromptsError(f"prompts.id_column = {part.meaning.id_field!r}: no row of {names} has that field.")
