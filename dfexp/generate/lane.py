@@ -70,7 +70,7 @@ class Lane:
         self.done = self.errors = self.restarts = 0
         self._paused_until = 0.0
         # `moved_at`: when it last gave an answer or, as far as it tells, a token, in monotonic seconds
-        self._last_sign = self.moved_at = time.monotonic()
+        self._last_sign = self.moved_at = self.answered_at = time.monotonic()
         self._counted: float | None = None  # tokens of answers by the engine's counter, as last read
         self._computed: float | None = None  # tokens of any kind, when the counter last moved by itself
         self._looks = 0  # at the server's pages since then: each may have cost it a token or two
@@ -104,9 +104,12 @@ class Lane:
         return self.serves and self._paused_until < now + _SOON_S
 
     def may_return(self, now: float, within_s: float) -> bool:
-        """Whether a server that is away and gave answers may do so again; `within_s`, after its last sign."""
-        is_hope = self.done > 0 and self.state != "quarantined" and not self.rejections.many
-        return is_hope and now - self.moved_at < within_s
+        """Whether a server that gave answers and is away, or only pauses, may give some again.
+
+        Args: within_s, after its last answer or, before the first, the run's start.
+        """
+        is_hope = self.state == "ready" or (self.done > 0 and self.state != "quarantined")
+        return is_hope and not self.rejections.many and now - self.answered_at < within_s
 
     def has_room(self, now: float) -> bool:
         """Whether the server should get another request. The first ones are spread: no herd in one step of it."""
@@ -152,7 +155,7 @@ class Lane:
         if self._concurrency is None and self.cap is None and self._probe_of_room.answered(now, tokens or 1):
             self._events.record("concurrency_found", server=self.name, requests=self.limit)
         self._deaths_in_a_row = self._errors_in_a_row = self._misses = 0
-        self.rejections, self._last_sign, self.moved_at = Rejections(), now, now
+        self.rejections, self._last_sign, self.moved_at, self.answered_at = Rejections(), now, now, now
 
     def failed(self) -> None:
         """Count an error, and look after the server soon: it may be dead."""

@@ -97,7 +97,7 @@ class Serving:
         self.refused_since = None
         if lane.name not in self._renamed and verdicts.is_other_model(lane.model, answer.model):
             self._renamed.add(lane.name)
-            detail = f"the server answers as model {answer.model!r}; asked was {lane.model!r}"
+            detail = f"the server answers as model {_shown(answer.model or '')}; asked was {lane.model!r}"
             self._s.events.record("other_model", server=lane.name, detail=f"{detail} (fleet.model)")
         policy, kind = verdicts.policy_of(self._generation.spoiled, flags)
         if policy == "retry" and job.attempt < self._generation.max_attempts:
@@ -138,13 +138,15 @@ class Serving:
             lane.pause(now, verdicts.pause_s(error, self._draw))
         elif isinstance(error, Unreachable):
             lane.suspect()
-        others = [one for one in self._lanes.values() if one is not lane and one.serves]
+        others = [one for one in self._lanes.values() if one is not lane and one.serves_soon(now)]
         beside, may_move = any(not one.rejections.many for one in others), False
         if error.stops_run or isinstance(error, Refused):
             first, answers = self._rejected[job.index].setdefault(error.kind, (lane.name, lane.done))
             may_move = bool(others) and (first == lane.name or (lane.rejections.many and beside))
             # One that answers others is believed. One that does not is asked again while a good one may come back.
-            waits = (first, answers) == (lane.name, lane.done) and self._is_awaited(lane, now)
+            is_doubted = (first, answers) == (lane.name, lane.done) and not others
+            give_up_s, lanes = self._generation.give_up_s, self._lanes.values()
+            waits = is_doubted and any(one is not lane and one.may_return(now, give_up_s) for one in lanes)
             lane.rejected(now, words, is_denied=error.stops_run, beside=beside or waits)
             if waits:
                 lane.failed()
@@ -156,16 +158,9 @@ class Serving:
             self._give_up(lane, job, prompt, error.kind, words)
             return
         lane.failed()
-        elsewhere = any(one.serves_soon(now) for one in others)
-        wait_s = verdicts.retry_wait_s(error, job.attempt, self._draw, elsewhere=elsewhere)
+        wait_s = verdicts.retry_wait_s(error, job.attempt, self._draw, elsewhere=bool(others))
         attempt, avoid = job.attempt + error.counts_as_attempt, None if is_refusal else lane.name
         self._put_back(job, attempt=attempt, avoid=avoid, not_before=now + wait_s)
-
-    def _is_awaited(self, lane: Lane, now: float) -> bool:
-        """Whether none serves beside a server, and one that has answered may do so again."""
-        others = [one for one in self._lanes.values() if one is not lane]
-        is_alone = not any(one.serves_soon(now) for one in others)
-        return is_alone and any(one.may_return(now, self._generation.give_up_s) for one in others)
 
     def _put_back(self, job: Job, *, attempt: int, avoid: str | None, not_before: float = 0.0) -> None:
         self._queue.put_back(Job(index=job.index, attempt=attempt, avoid=avoid), not_before=not_before)

@@ -56,6 +56,18 @@ async def test_rows_wait_for_no_server_that_stays_away(project: Project) -> None
     assert project.failures(folder) == []
 
 
+async def test_one_that_rejects_all_and_one_that_turns_all_away_end_the_run_with_the_cause(project: Project) -> None:
+    def turns_away(body: dict[str, Any], n: int) -> Any:
+        return chat() if index_of(body) is None else error(429, "later", **{"Retry-After": "600"})
+
+    async with ScriptedServer(rejects(400)) as bad, ScriptedServer(turns_away) as busy:
+        folder = await project.start(project.spec([bad.url, busy.url], 200, give_up_s=3.0))
+        ended = await project.end(folder, 40.0)
+    assert ended["state"] == "failed"
+    assert "50 rows failed one after the other, the last with: HTTP 400: no such adapter" in ended["reason"]
+    assert project.failures(folder) == []
+
+
 async def test_a_server_that_answers_others_is_believed_while_the_other_is_away(project: Project) -> None:
     good = ScriptedServer(lambda b, n: chat(), delay_s=0.05)
     async with ScriptedServer(rejects(400, 150), delay_s=0.05) as left, good:
