@@ -19,15 +19,14 @@ Phase = Literal["idle", "unknown", "ramping", "steady", "draining"]
 STALLED_S = 60.0
 """A server that has work and moves no counter for so long is stuck; an idle one's gauges keep their values for 30 s."""
 # Of a steady state at least: samples, seconds; seconds without work that are idle; FLOPs per byte of GPUs, about: a
-# prefilled token takes a running / 200th of the time of a decoded one.
-_LEAST_SAMPLES, _LEAST_S, _IDLE_S, _FLOPS_PER_BYTE = 4, 15.0, 30.0, 200
+# prefilled token takes a running / 200th of the time of a decoded one. Characters of a server's words in evidence.
+_LEAST_SAMPLES, _LEAST_S, _IDLE_S, _FLOPS_PER_BYTE, _WORDS = 4, 15.0, 30.0, 200, 200
 # Shares: of the cap; of the level, where ramp and drain are cut; a trend; of samples with a queue, requests, answers;
 # of what was computed, what is still held where requests began together.
 _FULL, _NEAR, _CHANGED, _QUEUED, _RETRACTED, _GARBAGE, _KEPT = 0.97, 0.9, 0.05, 0.25, 0.02, 0.02, 0.5
 # A gain; siblings' rate, and before as many have finished as run; the plan's rate and room; usages: of the KV pool that
 # admission allows, and that tells even without a queue; of a state pool without a free slot.
 _WORTH, _SLOWER, _MUCH_SLOWER, _LESS, _ADMITTED, _CROWDED, _NO_SLOT = 1.03, 0.9, 0.6, 0.75, 0.8, 0.85, 0.99
-_WORDS = 200  # characters of a server's that evidence repeats
 _POOLS = ("max_running_requests", "max_total_num_tokens", "max_mamba_cache_size")
 _RATES, _PUT_BACK = ("tok_per_s", "gen_throughput", "client_tok_per_s"), "num_retracted_requests_total"
 _SIGNS = (*COUNTERS, "generation_tokens_total", "gen_throughput", "kv_used_tokens")
@@ -170,12 +169,9 @@ def _faults(server: Watched, planned: Planned | None) -> list[Finding]:
          f"{server.garbage} of {server.answers} answers, all with HTTP 200."),
     )  # fmt: skip
     found = [_told(about, kind, words) for is_so, kind, words in cases if is_so][:1]
-    beside = (
-        (server.rejected, "rejects rows", f"it rejected {server.rejected} rows in a row while others served, the last "
-         f"with: {server.rejection[:_WORDS].rstrip('.')}."),
-        (short, "small pool", f"{', '.join(short)}."),
-    )  # fmt: skip
-    return found + [_told(about, kind, words, is_binding=False) for is_so, kind, words in beside if is_so]
+    said = f"it rejected {server.rejected} rows in a row while others served, the last with: {server.rejection}"
+    beside = (server.rejected, "rejects rows", said[:_WORDS]), (short, "small pool", ", ".join(short))
+    return found + [_told(about, kind, f"{said.rstrip('.')}.", is_binding=False) for so, kind, said in beside if so]
 
 
 def _still_s(server: Watched) -> float:
