@@ -18,7 +18,12 @@ from dfexp.records import Answer
 
 ALARMS = 0.01
 LEAST_PAIRS = 20
-SAME, PARTS_EARLIER, DIFFERS, TOO_FEW = "no difference seen", "answers part earlier", "differs", "too few answers"
+SAME, PARTS_EARLIER, DIFFERS, TOO_FEW = (
+    "no more difference than by chance",
+    "answers part earlier",
+    "differs",
+    "too few answers",
+)
 Said = Mapping[int, Answer]
 """Answers by the index of their prompts; prompts that have none are left out of the pairs."""
 
