@@ -15,7 +15,7 @@ from dfexp.errors import ParamsError
 from dfexp.params_errors import explain, hide_secrets, looks_secret, shown
 from dfexp.params_plan import Count, FlagValues, Group, PlanGroup
 from dfexp.params_prompts import PromptsGroup as PromptsGroup
-from dfexp.params_quality import QualityGroup
+from dfexp.params_quality import QualityGroup as QualityGroup
 from dfexp.params_simulated import FaultPart, Speed
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -145,7 +145,7 @@ class SpoiledGroup(Group):
     empty: Policy = Field("retry", description="no text, or none after the thought")
     garbage: Policy = Field("keep", description="one piece over and over, or nothing for its tokens: a broken server")
     looping: Policy = Field("keep", description="cut for its length while it said one thing over and over")
-    repetitive: Policy = Field("keep", description="half of it or more is said five times or more")
+    repetitive: Policy = Field("keep", description="most of it is said five times or more")
     unclosed_thought: Policy = Field("keep", description="a thought without </think>")
     truncated: Policy = Field("keep", description="cut for its length (finish_reason length)")
     unknown_end: Policy = Field("keep", description="no finish_reason, or one that is not usual")
@@ -302,15 +302,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 def store_group(tree: Mapping[str, Any]) -> StoreGroup:
     """A store group on its own. Raises ParamsError that lists every mistake."""
-    return _group("store", StoreGroup, tree)
+    return checked("store", StoreGroup, tree)
 
 
-def quality_group(tree: Mapping[str, Any]) -> QualityGroup:
-    """A quality group on its own. Raises ParamsError that lists every mistake."""
-    return _group("quality", QualityGroup, tree)
-
-
-def _group(name: str, model: type[_Group], tree: Mapping[str, Any]) -> _Group:
+def checked(name: str, model: type[_Group], tree: Mapping[str, Any]) -> _Group:
+    """A group of this name on its own. Raises ParamsError that lists every mistake."""
     try:
         return model.model_validate(tree)
     except ValidationError as error:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
-
 from pydantic import Field
-from pydantic.functional_validators import field_validator, model_validator
+from pydantic.functional_validators import field_validator
 
-from dfexp.params_plan import Group
-from dfexp.quality import ALWAYS, KNOWN, MARKS, Thresholds
-
-Tokens = Annotated[int, Field(ge=0)]
+from dfexp.params_plan import Group, Share
+from dfexp.quality import ALWAYS, KNOWN, MARKS, REPETITIVE, Thresholds
 
 
 class QualityGroup(Group):
     """What `dfexp export` leaves out, and 04_report counts; options of `dfexp export` win."""
 
     accept: list[str] = Field(default_factory=list, description="marks of answers that are rejected else, now taken")
-    reject: list[str] = Field(default_factory=list, description="marks of answers that are taken else, now rejected")
-    min_tokens: Tokens = Field(0, description="fewest tokens of an answer")
-    max_tokens: Tokens | None = Field(None, description="most tokens of an answer; default: any number")
-    max_repeated: float | None = Field(
-        None, ge=0, lt=1, description="most of an answer that may be said five times; default: `repetitive` says enough"
-    )
+    reject: list[str] = Field(default_factory=list, description="marks that are taken else, now rejected; it wins")
+    min_tokens: int = Field(0, ge=0, description="fewest tokens of an answer")
+    max_tokens: int | None = Field(None, ge=1, description="most tokens of an answer; default: any number")
+    max_repeated: Share = Field(REPETITIVE, description="most of an answer that may be said five times or more")
     outlier_sigmas: float = Field(4.0, gt=0, le=100, description="robust deviations of log lengths: length_outlier")
 
     @field_validator("accept", "reject")
@@ -32,14 +26,6 @@ class QualityGroup(Group):
         if wrong := [mark for mark in given if mark not in can]:
             raise ValueError(f"{wrong[0]!r} can be neither accepted nor rejected. What can: {', '.join(can)}.")
         return given
-
-    @model_validator(mode="after")
-    def _says_one_thing(self) -> Self:
-        if both := sorted({*self.accept} & {*self.reject}):
-            raise ValueError(f"{both[0]!r} is both accepted and rejected. Say one.")
-        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
-            raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}. Swap them.")
-        return self
 
     @property
     def thresholds(self) -> Thresholds:

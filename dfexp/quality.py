@@ -20,7 +20,7 @@ MARKS = {
     "empty": "no text, or none after the thought",
     GARBAGE: "one piece over and over, or nothing for its tokens",
     "looping": "cut for its length while it said one thing over and over",
-    "repetitive": "half of it or more is said five times or more",
+    "repetitive": "most of it is said five times or more",
     "unclosed_thought": "a thought without an end, which chat templates cannot write as the model said it",
     "unknown_end": "no usual reason for its end, so it may be cut anywhere",
     SIMULATED: "made by a simulated server, not by a model",
@@ -28,22 +28,20 @@ MARKS = {
     "tools": "calls of tools; their definitions are not in the run",
     "too_short": "fewer tokens than asked for",
     "too_long": "more tokens than asked for",
-    "too_repetitive": "more of it is said five times or more than asked for",
 }
 """What speaks against a row, and keeps it out unless told otherwise."""
-ALWAYS = ("tools", "too_short", "too_long", "too_repetitive")
+ALWAYS = ("tools", "too_short", "too_long")
 """Marks that cannot be accepted."""
 MORE_MARKS = {
-    "truncated": "cut for its length",
-    "length_outlier": "far shorter or longer than the run's answers are",
-    "earlier_answers": "a prompt with answers in it, which this model did not give",
-    "nul": "it holds a NUL character",
-    "surrogates_repaired": "it held half of a character, made U+FFFD",
+    "truncated": "cut for its length", "length_outlier": "far shorter or longer than the run's answers are",
+    "earlier_answers": "a prompt with answers in it, which this model did not give", "nul": "it holds a NUL character",
+    "surrogates_repaired": "it held half of a character", "reseeded": "sent again with another seed",
     "reasoning_rejoined": "thought and answer came apart and were joined",
-    "reseeded": "sent again with another seed",
-}
+}  # fmt: skip
 """Marks of rows that are in unless told otherwise."""
 KNOWN = MARKS | MORE_MARKS
+REPETITIVE = 0.5
+"""Share of an answer that is said five times or more above which it is repetitive."""
 
 _REPEATED = re.compile(r"(.{1,12}?)\1{11,}", re.DOTALL)  # a token or a short phrase, a dozen times or more
 _LEAST_CHARACTERS = 24  # shorter answers say too little about the server
@@ -51,21 +49,25 @@ _LEAST_TOKENS = 4  # fewer may be the end of an answer that has nothing to say
 _REPEATED_SHARE, _PACKED_SHARE = 0.9, 0.04
 _PIECES, _PIECE = 8, 24  # of a text, and the characters of one
 _JUDGED_CHARACTERS = 2000  # of each end of an answer; takes 0.01 ms, and 1 ms of one that is garbage
-_REPETITIVE, _TIMES = 0.5, 5  # share of an answer that is said so many times: drafts that are written again are twice
-_REPEATED_PIECES = 32
+_TIMES = 5  # that something is said is a loop; a draft that is written again is said twice
 _SYSTEM = frozenset(("system", "developer"))
 _ENDS = frozenset(("stop", "length", "tool_calls", "function_call"))
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def flags(
-    text: str, finish_reason: str | None, completion_tokens: int | None, *, thinking: bool = False
+    text: str,
+    finish_reason: str | None,
+    completion_tokens: int | None,
+    *,
+    thinking: bool = False,
+    most_repeated: float = REPETITIVE,
 ) -> tuple[str, ...]:
     """The names of all that is unusual in an answer; takes about TIME ms for 10 KB.
 
     empty: no text, or none after the thought. garbage: as below. looping: cut for its length while it said one thing
-    over and over. repetitive: half of it or more is said five times or more. unclosed_thought: a thought without an
-    end. truncated: cut for its length. unknown_end: the engine gave no reason of the usual ones for its end. nul: a
+    over and over. repetitive: more of it than `most_repeated` is said five times. unclosed_thought: a thought without
+    an end. truncated: cut for its length. unknown_end: the engine gave no reason of the usual ones for its end. nul: a
     NUL, which some readers take for the end of a text.
 
     Args: thinking, a thought was asked for, whose beginning may be in the prompt.
@@ -78,7 +80,7 @@ def flags(
         "empty": is_empty,
         GARBAGE: is_garbage,
         "looping": is_cut and not is_garbage and garbage(text[-_JUDGED_CHARACTERS:], None) is not None,
-        "repetitive": not is_garbage and repeated(text) >= _REPETITIVE,
+        "repetitive": not is_garbage and repeated(text) > most_repeated,
         "unclosed_thought": is_open,
         "truncated": is_cut,
         "unknown_end": finish_reason not in _ENDS,
@@ -124,14 +126,17 @@ def repetition(text: str, words: int = 4) -> float:
 def repeated(text: str) -> float:
     """Share of an answer that is said five times or more, 0-1, in any language; white space counts as one blank.
 
-    Estimated by 32 pieces of 24 characters. Unlike the share of words seen before, it is next to nothing for tables,
-    for code, and for drafts that an answer gives again; and next to one for a loop, whatever its round and its end.
+    Estimated by 8 pieces of 24 characters, and where two of them come again, by 32. Unlike the share of words seen
+    before, it is next to nothing for tables, for code, and for drafts that an answer gives again; and next to one for a
+    loop, whatever its round and its end.
     """
-    said = " ".join(text.split())
-    if len(said) < _TIMES * _PIECE:
-        return 0.0
-    places = (place * (len(said) - _PIECE) // (_REPEATED_PIECES - 1) for place in range(_REPEATED_PIECES))
-    return sum(said.count(said[at : at + _PIECE]) >= _TIMES for at in places) / _REPEATED_PIECES
+    said, share = " ".join(text.split()), 0.0
+    for pieces in (8, 32) if len(said) >= _TIMES * _PIECE else ():
+        places = [place * (len(said) - _PIECE) // (pieces - 1) for place in range(pieces)]
+        share = sum(said.count(said[at : at + _PIECE]) >= _TIMES for at in places) / pieces
+        if share < 0.2:
+            break
+    return share
 
 
 def usual_lengths(tokens: Iterable[float], sigmas: float) -> tuple[float, float]:
@@ -153,13 +158,13 @@ class Thresholds:
     Attributes:
         rejected: marks for which a row stays out, `ALWAYS` among them.
         tokens: the fewest and the most of an answer.
-        repeated: the most of an answer that may be `repeated`; None: the flag `repetitive` says enough.
+        repeated: the most of an answer that may be said five times or more (`repeated`).
         sigmas: how far from the run's median a length is an outlier (`usual_lengths`).
     """
 
     rejected: frozenset[str] = frozenset(MARKS)
     tokens: tuple[int, int | None] = (0, None)
-    repeated: float | None = None
+    repeated: float = REPETITIVE
     sigmas: float = 4.0
 
 
@@ -179,19 +184,15 @@ def marks(
         "odd_turns": is_odd,
         "earlier_answers": "assistant" in roles,
         "tools": calls or row["finish_reason"] in ("tool_calls", "function_call"),
-        "too_repetitive": limits.repeated is not None and repeated(row["text"]) > limits.repeated,
     }
     count = row["completion_tokens"]
-    judged = flags(row["text"], row["finish_reason"], count, thinking=thinking)
+    judged = flags(row["text"], row["finish_reason"], count, thinking=thinking, most_repeated=limits.repeated)
     of_length = () if count is None else (name for name, holds in by_length(count, limits, usual).items() if holds)
-    return {*row["flags"], *judged, *of_length, *(name for name, holds in more.items() if holds)}
+    return {*row["flags"]} - {"repetitive"} | {*judged, *of_length, *(name for name, holds in more.items() if holds)}
 
 
 def by_length(tokens: Any, limits: Thresholds, usual: tuple[float, float]) -> dict[str, Any]:
     """For marks that depend on tokens alone, whether they hold; `tokens` is a number or an array, NaN is not known."""
     least, most = limits.tokens
-    return {
-        "too_short": tokens < least,
-        "too_long": tokens > (inf if most is None else most),
-        "length_outlier": (tokens < usual[0]) | (tokens > usual[1]),
-    }
+    is_outlier = (tokens < usual[0]) | (tokens > usual[1])
+    return {"too_short": tokens < least, "too_long": tokens > (most or inf), "length_outlier": is_outlier}

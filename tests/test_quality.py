@@ -243,10 +243,12 @@ def found(*, thinking: bool = False, **changes: Any) -> set[str]:
         ({"usual": (1.0, 9.0)}, {"length_outlier"}),
         ({"usual": (11.0, 99.0), "completion_tokens": None}, set()),
         ({"text": PROSE + LOOP * 15}, set()),
-        ({"text": PROSE + LOOP * 15, "repeated": 0.3}, {"too_repetitive"}),
+        ({"text": PROSE + LOOP * 15, "repeated": 0.3}, {"repetitive"}),
         ({"text": PROSE + LOOP * 60}, {"repetitive"}),
+        ({"text": PROSE + LOOP * 60, "repeated": 0.8}, set()),
+        ({"flags": ("repetitive", "no_usage")}, {"no_usage"}),  # by the threshold of now
     ],
 )  # fmt: skip
 def test_what_speaks_against_a_row(changes: dict[str, Any], expected: set[str]) -> None:
     assert found(**changes) == expected
-    assert expected <= KNOWN.keys()
+    assert expected <= KNOWN.keys() | {"no_usage"}

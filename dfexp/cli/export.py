@@ -31,10 +31,8 @@ def of_run(args: argparse.Namespace) -> int:
 def _thresholds(args: argparse.Namespace, folder: RunFolder) -> Thresholds:
     """Those of the run's parameter file, with what was asked for now over them."""
     tree = dict(read_json(folder.run_json)["spec"].get("quality") or {})
-    for mine, other in (("accept", "reject"), ("reject", "accept")):
-        kept = [mark for mark in tree.get(mine, ()) if mark not in getattr(args, other)]
-        tree[mine] = [*dict.fromkeys((*kept, *getattr(args, mine)))]
-    for name in ("min_tokens", "max_tokens", "max_repeated", "outlier_sigmas"):
-        if (given := getattr(args, name)) is not None:
-            tree[name] = given
-    return params.quality_group(tree).thresholds
+    lists = {"accept": args.accept, "reject": args.reject}
+    numbers = {name: getattr(args, name) for name in ("min_tokens", "max_tokens", "max_repeated", "outlier_sigmas")}
+    tree |= lists if args.accept or args.reject else {}
+    tree |= {name: given for name, given in numbers.items() if given is not None}
+    return params.checked("quality", params.QualityGroup, tree).thresholds

@@ -62,8 +62,8 @@ def resume(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace) -> int:
     """`dfexp report RUN`: 04_report alone, also for a run that is going on."""
     folder = find_run(args.run)
-    if other := [each for each in args.set if not each.startswith(("report.", "report="))]:
-        raise ParamsError(f"--set {other[0]}: the run was made with what it has; only report.KEY can be set now.")
+    if other := [each for each in args.set if each.split(".")[0].split("=")[0] not in ("report", "quality")]:
+        raise ParamsError(f"--set {other[0]}: the run was made with what it has; set report.KEY or quality.KEY now.")
     spec = params.validate(params.overlay(generate.read_spec(folder).model_dump(), args.set), str(folder.run_json))
     print(notebook.execute("04_report", spec, folder, project_root()))
     return EXIT_OK

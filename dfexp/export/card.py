@@ -47,8 +47,7 @@ def card(made: Made) -> str:
         "Made with": {"dfexp, exporting": dfexp.__version__, "dfexp, of the run": made_with, "run": run["run"],
                       "rejected": ", ".join(sorted(limits.rejected)), "share for validation": options.validation,
                       "tokens of an answer": f"{least} to {'any' if most is None else most}",
-                      "most that may be repeated": "any" if limits.repeated is None else f"{limits.repeated:.0%}",
-                      "length_outlier": f"beyond {limits.sigmas:g} robust standard deviations"},
+                      "said five times": f"at most {limits.repeated:.0%}", "length_outlier": f"{limits.sigmas:g} sigmas"},
     }  # fmt: skip
     shown = (f"## {title}\n\n{_table(facts)}" for title, facts in sections.items() if facts)
     text = f"Prompts with the answers of a model. {_THOUGHTS[options.thinking]}"

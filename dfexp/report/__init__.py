@@ -14,8 +14,8 @@ from pathlib import Path
 import pandas as pd
 
 from dfexp import jsonl
-from dfexp.params import ReportGroup
-from dfexp.report import details, overview, series
+from dfexp.params import QualityGroup, ReportGroup
+from dfexp.report import answers, details, overview, series
 from dfexp.report.data import RunData, load
 from dfexp.report.details import examples, said, split_thought
 from dfexp.report.overview import summary
@@ -30,18 +30,23 @@ def compared(data: RunData, names: str | Sequence[str], root: Path) -> dict[str,
 
 
 def write(
-    data: RunData, group: ReportGroup, root: Path, others: Mapping[str, RunData | str] | None = None
+    data: RunData,
+    group: ReportGroup,
+    root: Path,
+    others: Mapping[str, RunData | str] | None = None,
+    quality: QualityGroup | None = None,
 ) -> dict[str, Table]:
     """All tables by name; each, and the series behind the figures over time, is left as CSV and JSON in report/.
 
-    Args: others, runs to stand beside this one, earlier ones first.
+    Args: others, runs to stand beside this one, earlier ones first; quality, which answers an export would take.
     """
     model = overview.planned(data, root)
     made = (
         summary(data, group.title), overview.baselines(data, group.baselines, root, others), overview.plan(data, model),
         overview.comparison(data, others or {}), details.findings(data, model), details.per_server(data),
-        details.slots(data), details.finish_reasons(data), details.failures(data), details.flags(data),
-        details.dropped(data), details.events(data), details.configurations(data),
+        details.slots(data), details.finish_reasons(data), details.failures(data),
+        *answers.quality(data, quality or QualityGroup()), details.dropped(data), details.events(data),
+        details.configurations(data),
     )  # fmt: skip
     frames = {table.name: pd.DataFrame(list(table.rows), dtype=object) for table in made}
     for make in (series.throughput, series.rates, series.in_flight, series.gauges, series.gpus):

@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from hashlib import blake2b
-from heapq import heappush, heapreplace
-from itertools import islice
+from itertools import compress, islice
 from math import isnan, nan
 from operator import itemgetter
 from pathlib import Path
@@ -27,29 +25,23 @@ from dfexp.diagnose import Watched
 from dfexp.engines.sglang_flags import gpus_per_server
 from dfexp.errors import RunError
 from dfexp.estimate import Array
-from dfexp.jsonl import parse_line
 from dfexp.layout import FleetFolder, RunFolder
 from dfexp.quality import garbage
 from dfexp.records import SIMULATED, EngineSample, ServerLimits
+from dfexp.report.draw import CHUNK, ROW, Draw, facts, parsed
 from dfexp.report.pauses import pauses, without
 from dfexp.tables import duration
 from dfexp.virtual_time import CLOCK, VirtualTime
 
-ROW = {
-    "index": "int64", "server": "object", "config_id": "object", "finish_reason": "object",
-    "prompt_tokens": "float64", "completion_tokens": "float64", "attempt": "int64", "submitted_at": "float64",
-    "latency_s": "float64", "flags": "object",
-}  # fmt: skip
 SAMPLE = {"server": "object"} | {each.name: "float64" for each in fields(EngineSample) if each.name != "server"}
 GPU = dict.fromkeys(("utilization", "memory_used_bytes", "memory_total_bytes", "power_w", "sm_clock_mhz"), "float64")
 GPU |= {"gpu": "object", "at": "float64", "throttle_reasons": "object", "clock_limits": "object"}
-_PICK, _PICK_LOOK = itemgetter(*list(ROW)[:-1]), itemgetter(*(SAMPLE | GPU))
+_PICK_LOOK = itemgetter(*(SAMPLE | GPU))
 _PICK_NUMBERS = itemgetter(*(name for name, of in (SAMPLE | GPU).items() if of == "float64"))
 _NUMBERS = {int, float, type(None)}
 _NO_LOOK, _NO_EVENT = dict.fromkeys(SAMPLE | GPU), dict.fromkeys(("at", "event", "server"))
-_CHUNK = 100  # lines that are parsed together: of more their texts fit into no cache
 _PIECE = 20_000  # lines that become a piece of a frame
-_JUDGED, _JUDGED_CHARACTERS = 500, 2000  # rows that are looked at for garbage, and how much of each
+_JUDGED, _JUDGED_CHARACTERS = 2000, 2000  # rows that are looked at for garbage, and how much of each
 _UNCOUNTED = 0.01  # of rows may have no count of tokens
 _WATCHED = 2_000  # samples of a server that are judged: of 62 h one every two minutes
 
@@ -72,8 +64,8 @@ class RunData:
         starts: for each start that made rows or looks its servers, which were there at once, unlike all of `watched`;
             first that by which the run is judged: the present one, else the longest. Never empty.
         gpus: one line per look at a GPU, as metrics.jsonl has it.
-        examples: whole rows, drawn at random, by index.
-        judged: of rows drawn at random, whether they looked like garbage when this was read: server, and why or None.
+        drawn: whole rows, drawn at random, in random order; examples: the first of them, by index.
+        kept: whole rows, a few for each flag, drawn too, and of the shortest and the longest answers.
         gaps: pauses, from when to when, with those before them in the time; `running` leaves them out.
         stamps: of each event its time with pauses.
         damaged: lines that could not be read and are left out, by file.
@@ -96,8 +88,9 @@ class RunData:
     gpus: pd.DataFrame
     failures: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
+    drawn: Sequence[Mapping[str, Any]]
     examples: Sequence[Mapping[str, Any]]
-    judged: Sequence[tuple[str, str | None]]
+    kept: Sequence[Mapping[str, Any]]
     gaps: Array
     stamps: Sequence[float]
     damaged: Mapping[str, int]
@@ -192,11 +185,11 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
         run = jsonl.read_json(folder.run_json)
     except FileNotFoundError:
         raise RunError(f"{folder.path} holds no run yet: run 03_generate first, or correct `run`.") from None
-    clock, draw, damaged = _clock(folder, run), _Draw(max(examples, _JUDGED), seed), Counter[str]()
+    clock, draw, damaged = _clock(folder, run), Draw(max(examples, _JUDGED), seed), Counter[str]()
     events = list(_records(folder.events, damaged, _NO_EVENT, _is_event))
     failed, asked = list(shards.read_failures(folder.completions)), int(run["prompts"]["asked"])
-    rows = _framed(draw.passed(shards.read_rows(folder.completions, _facts)), ROW)
-    (samples, gpus), drawn = _samples(folder, damaged), draw.rows()
+    rows = _framed(draw.passed(shards.read_rows(folder.completions, facts)), ROW)
+    (samples, gpus), drawn = _samples(folder, damaged), draw.rows("")
     rows = rows.astype(dict.fromkeys(("server", "config_id", "flags"), "category"))
     rows["finished_at"] = rows["submitted_at"] + rows["latency_s"]
     if clock:
@@ -213,8 +206,7 @@ def load(folder: RunFolder, *, examples: int = 10, seed: int = 0) -> RunData:
 
         status=control.read_status(folder), is_going=control.living_process(folder) is not None, samples=samples,
         gpus=gpus, is_virtual=clock is not None, failures=failed, watched=(), starts=((),),
-        events=events, examples=sorted(drawn[:examples], key=itemgetter("index")),
-        judged=[(row["server"], garbage(row["text"][:_JUDGED_CHARACTERS], row["completion_tokens"])) for row in drawn],
+        events=events, drawn=drawn, examples=sorted(drawn[:examples], key=itemgetter("index")), kept=draw.kept,
         gaps=pauses(rows, (samples, gpus), events), stamps=[one["at"] for one in events], damaged=damaged,
     )  # fmt: skip
     names = "rows", "samples", "gpus", "events", "failures"  # `watched` with pauses: what was steady ends there
@@ -248,57 +240,6 @@ def _framed(lines: Iterator[Sequence[Any]], types: Mapping[str, str]) -> pd.Data
     return pd.concat(pieces, ignore_index=True)
 
 
-def _facts(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """A line of a shard, and what to parse of it: all but messages and text, which are most of it.
-
-    What is sought can stand in no text: there every quotation mark comes after a backslash.
-    """
-    start, is_ours = line.rfind(b',"finish_reason":') + 1, line.startswith(b'{"index":')
-    part = line[: line.index(b",") + 1] + line[start:] if start and is_ours else line
-    return {"part": (path, number, part), "line": line}
-
-
-def _parsed(lines: Sequence[tuple[Path, int, bytes]], *, may_skip: bool = False) -> list[dict[str, Any]]:
-    """The records of lines, with their files and numbers, parsed together: by themselves they take twice the time.
-
-    Raises CorruptShardError for the first that is no record; with `may_skip` such lines are left out.
-    """
-    try:
-        found: list[Any] = jsonl.decode_line(b'{"all":[%b]}' % b",".join(line for _, _, line in lines))["all"]
-    except ValueError:
-        found = []
-    if len(found) == len(lines) and all(type(each) is dict for each in found):
-        return found
-    if may_skip:
-        return [each for line in lines for each in _parsed([line], may_skip=True)] if len(lines) > 1 else []
-    return [parse_line(*line) for line in lines]
-
-
-class _Draw:
-    """Passes rows on without their texts, and keeps some whole lines, drawn at random."""
-
-    def __init__(self, number: int, seed: int) -> None:
-        self._number, self._seed, self._kept = number, seed, list[tuple[int, bytes]]()
-
-    def passed(self, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-        """The values of `ROW` for each row."""
-        while chunk := list(islice(rows, _CHUNK)):
-            for facts, row in zip(_parsed([row["part"] for row in chunk]), chunk, strict=True):
-                self._see(facts["index"], row["line"])
-                yield (*_PICK(facts), ",".join(facts["flags"]))
-
-    def _see(self, index: int, line: bytes) -> None:
-        place = -int.from_bytes(blake2b(f"{self._seed}:{index}".encode(), digest_size=8).digest(), "big")
-        if len(self._kept) < self._number:
-            heappush(self._kept, (place, line))
-        elif place > self._kept[0][0]:
-            heapreplace(self._kept, (place, line))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows that were kept, in random order: the first few are a draw too."""
-        return [jsonl.decode_line(line) for _, line in sorted(self._kept, reverse=True)]
-
-
 def levels(rows: pd.DataFrame, most: float = np.inf) -> tuple[Array, Array, Array]:
     """Requests of finished rows in flight: when they change, how many from then on, and request-seconds until then.
 
@@ -325,8 +266,8 @@ def _records(
     if path.exists():
         with path.open("rb") as file:
             lines = ((path, number, line) for number, line in enumerate(jsonl.whole_lines(file), 1))
-            while chunk := list(islice(lines, _CHUNK)):
-                found = [one for each in _parsed(chunk, may_skip=True) if is_right(one := {**empty, **each})]
+            while chunk := list(islice(lines, CHUNK)):
+                found = [one for each in parsed(chunk, may_skip=True) if is_right(one := {**empty, **each})]
                 damaged[path.name] += len(chunk) - len(found)
                 yield from found
 
@@ -353,7 +294,9 @@ def _watched(data: RunData) -> list[Watched]:
     told: dict[str, dict[str, Any]] = {each["name"]: each for each in (data.status or {}).get("servers", ())}
     kept, watched = data.run["spec"]["generation"].get("concurrency"), list[Watched]()
     bad = [each for each in data.rows["flags"].cat.categories if "garbage" in each.split(",")]  # else those judged here
-    judged = Counter(server for server, _ in data.judged), Counter(server for server, why in data.judged if why)
+    why = [garbage(row["text"][:_JUDGED_CHARACTERS], row["completion_tokens"]) for row in data.drawn]
+    drawn = [row["server"] for row in data.drawn]
+    judged = Counter(drawn), Counter(compress(drawn, why))
     rejects = {one["server"]: one for one in data.events if one["event"] == "server_rejects" and "rows" in one}
     for name in sorted(rows.keys() | samples.keys() | told.keys()):
         part, looks, server = rows.get(name, data.rows[:0]), samples.get(name, data.samples[:0]), told.get(name, {})

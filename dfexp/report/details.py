@@ -95,19 +95,6 @@ def _first_ten(numbers: pd.Series) -> str:
     return ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
 
 
-def flags(data: RunData) -> Table:
-    """Rows with something a reader of the data should know, and what a look at some of them for garbage found."""
-    counts = data.rows["flags"].value_counts()
-    each = pd.DataFrame({"flag": counts.index.astype(str).str.split(","), "rows": counts.to_numpy()}).explode("flag")
-    sums = pd.DataFrame({"rows": each[each["flag"] != ""].groupby("flag")["rows"].sum()})
-    sums = sums.sort_values("rows", ascending=False).assign(of=len(data.rows))
-    found, drawn = [why for _, why in data.judged if why], len(data.judged)
-    sums.loc["garbage, in a random sample"] = len(found), drawn
-    note = "Flags are of all rows, as the run gave them. Garbage is judged anew here, in a sample of"
-    note += f" {drawn:,} rows: {found[0] if found else 'none found'}."
-    return of_frame("flags", "Flags on rows", sums, note)
-
-
 def dropped(data: RunData) -> Table:
     """Lines of the sources that gave no prompt."""
     told: Mapping[str, Any] = data.run["prompts"]

@@ -11,9 +11,9 @@ import pytest
 
 from dfexp import control, figures, report
 from dfexp.jsonl import AppendLog
-from dfexp.params import BaselinePart, ReportGroup
+from dfexp.params import BaselinePart, QualityGroup, ReportGroup
 from dfexp.processes import ProcessId
-from dfexp.report import RunData, details, overview, series
+from dfexp.report import RunData, answers, details, overview, series
 from dfexp.tables import Table
 from dfexp.virtual_time import CLOCK
 from tests.finished_run import START, row, status, write_run
@@ -553,18 +553,15 @@ NONSENSE = "!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!"
 
 
 def test_garbage_is_counted_where_rows_are_flagged_and_looked_for_in_a_sample(tmp_path: Path) -> None:
-    rows = [row(i, text=NONSENSE, server="a") if i % 10 == 0 else row(i, server="b") for i in range(1000)]
+    rows = [row(i, text=NONSENSE, server="a") if i % 10 == 0 else row(i, server="b") for i in range(4000)]
     older = report.load(write_run(tmp_path, rows, rows_per_shard=500))
-    (line,) = details.flags(older).rows
-    assert (line["flag"], line["of"]) == ("garbage, in a random sample", 500)
-    assert line["rows"] == pytest.approx(50, abs=25)
-    assert "in a sample of 500 rows" in details.flags(older).note
+    (line,) = answers.quality(older, QualityGroup())[0].rows
+    assert (line["kind"], line["rows"], line["export"]) == ("garbage", 0, "rejects")
+    assert line["in 2,000 judged anew"] == pytest.approx(200, abs=50)
     assert "garbage output" in [line["finding"] for line in details.findings(older, None).rows]
     flagged = [replace(each, flags=("garbage",)) if each.index in (0, 10) else each for each in rows]
     newer = report.load(write_run(tmp_path, flagged, rows_per_shard=500, name="newer"))
-    assert (details.flags(newer).rows[0]["flag"], details.flags(newer).rows[0]["rows"]) == ("garbage", 2)
-    clean = report.load(write_run(tmp_path, [row(i) for i in range(9)], name="clean"))
-    assert details.flags(clean).rows[0]["rows"] == 0
+    assert answers.quality(newer, QualityGroup())[0].rows[0]["rows"] == 2
     assert [each["index"] for each in report.load(newer.folder, examples=3).examples] == [
         each["index"] for each in report.load(older.folder, examples=3).examples
     ]

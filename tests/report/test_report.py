@@ -135,7 +135,9 @@ def test_failures_flags_and_drops_are_listed(tmp_path: Path) -> None:
         ("prompt_too_long", 2, "2, 3"),
         ("refused", 1, "4"),
     ]
-    assert [(line["flag"], line["rows"]) for line in details.flags(data).rows][:2] == [("empty", 2), ("no_usage", 1)]
+    kinds = {line["kind"]: line for line in written(data)["quality"].rows}
+    assert (kinds["empty"]["rows"], kinds["no_usage"]["rows"]) == (2, 1)
+    assert kinds["no_usage"]["what it is"] == "told by the run"
     assert details.dropped(data).rows[0]["line"] == 3
     page = details.failures(data)._repr_html_()
     assert "&lt;b&gt;9012" in page
