@@ -102,7 +102,8 @@ class LeanOpenAI(openai.AsyncOpenAI):
         url, fields = self.root + path, {**(body or {}), **(options.get("extra_json") or {})}
         headers = {**self.auth_headers, "Content-Type": "application/json", "User-Agent": self.user_agent}
         try:
-            async with self.session.post(url, data=json.dumps(fields).encode(), headers=headers) as reply:
+            sent = json.dumps(fields).encode()
+            async with self.session.post(url, data=sent, headers=headers, allow_redirects=False) as reply:
                 body = await reply.read()
         except (aiohttp.ClientError, OSError) as error:
             kind = openai.APITimeoutError if isinstance(error, TimeoutError) else openai.APIConnectionError
@@ -299,6 +300,9 @@ def _raise_classified(error: openai.OpenAIError) -> NoReturn:
 
 
 def _raise_for_status(error: openai.APIStatusError) -> NoReturn:
+    if 300 <= error.status_code < 400:  # followed, it would carry the key to another address
+        where = _cut(error.response.headers.get("location", "nowhere"), 200)
+        raise BadAnswer(f"HTTP {error.status_code}: a redirect, to {where}", status=error.status_code) from error
     retry_after_s = _retry_after_s(error.response.headers.get("retry-after"))
     raise _refusal(error.status_code, error.body, error.message, retry_after_s) from error
 

@@ -99,6 +99,8 @@ async def test_the_request_carries_key_model_sampling_and_max_tokens() -> None:
         (Raw(200, json.dumps({"error": {"message": "odd", "code": "429"}})), errors.BadAnswer, "odd"),
         (Raw(200, json.dumps({"object": "error", "code": 400, "message": "The input (9012 tokens) is longer than the "
                               "model's context length (8192 tokens)."})), errors.PromptTooLong, "9012"),
+        (error(302, "moved", Location="http://127.0.0.1:9/login"), errors.BadAnswer, "redirect, to http://127.0.0.1:9/"),
+        (error(307, "moved"), errors.BadAnswer, "redirect, to nowhere"),
         (ended("abort"), errors.BadAnswer, "finish_reason abort"),
         (Cut(), errors.ConnectionLost, ""),
         (Cut(b'{"id": "x", '), errors.ConnectionLost, ""),
