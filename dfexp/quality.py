@@ -56,14 +56,9 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def flags(
-    text: str,
-    finish_reason: str | None,
-    completion_tokens: int | None,
-    *,
-    thinking: bool = False,
-    most_repeated: float = REPETITIVE,
+    text: str, finish: str | None, tokens: int | None, *, thinking: bool = False, most_repeated: float = REPETITIVE
 ) -> tuple[str, ...]:
-    """The names of all that is unusual in an answer; takes about TIME ms for 10 KB.
+    """The names of all that is unusual in an answer; takes about 0.1 ms for 10 KB.
 
     empty: no text, or none after the thought. garbage: as below. looping: cut for its length while it said one thing
     over and over. repetitive: more of it than `most_repeated` is said five times. unclosed_thought: a thought without
@@ -72,9 +67,9 @@ def flags(
 
     Args: thinking, a thought was asked for, whose beginning may be in the prompt.
     """
-    said, is_cut = text.rpartition(_CLOSE)[2], finish_reason == "length"
+    said, is_cut = text.rpartition(_CLOSE)[2], finish == "length"
     is_empty = not said or said.isspace()
-    is_garbage = garbage(text[:_JUDGED_CHARACTERS], completion_tokens) is not None
+    is_garbage = garbage(text[:_JUDGED_CHARACTERS], tokens) is not None
     is_open = len(said) == len(text) and not is_empty and (thinking or text[:100].lstrip().startswith(_OPEN))
     found = {
         "empty": is_empty,
@@ -83,7 +78,7 @@ def flags(
         "repetitive": not is_garbage and repeated(text) > most_repeated,
         "unclosed_thought": is_open,
         "truncated": is_cut,
-        "unknown_end": finish_reason not in _ENDS,
+        "unknown_end": finish not in _ENDS,
         "nul": "\0" in text,
     }
     return tuple(name for name, holds in found.items() if holds)
@@ -187,8 +182,8 @@ def marks(
     }
     count = row["completion_tokens"]
     judged = flags(row["text"], row["finish_reason"], count, thinking=thinking, most_repeated=limits.repeated)
-    of_length = () if count is None else (name for name, holds in by_length(count, limits, usual).items() if holds)
-    return {*row["flags"]} - {"repetitive"} | {*judged, *of_length, *(name for name, holds in more.items() if holds)}
+    more |= {} if count is None else by_length(count, limits, usual)
+    return {*row["flags"]} - {"repetitive"} | {*judged, *(name for name, holds in more.items() if holds)}
 
 
 def by_length(tokens: Any, limits: Thresholds, usual: tuple[float, float]) -> dict[str, Any]:

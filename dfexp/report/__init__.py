@@ -30,12 +30,9 @@ def compared(data: RunData, names: str | Sequence[str], root: Path) -> dict[str,
 
 
 def write(
-    data: RunData,
-    group: ReportGroup,
-    root: Path,
-    others: Mapping[str, RunData | str] | None = None,
+    data: RunData, group: ReportGroup, root: Path, others: Mapping[str, RunData | str] | None = None,
     quality: QualityGroup | None = None,
-) -> dict[str, Table]:
+) -> dict[str, Table]:  # fmt: skip
     """All tables by name; each, and the series behind the figures over time, is left as CSV and JSON in report/.
 
     Args: others, runs to stand beside this one, earlier ones first; quality, which answers an export would take.

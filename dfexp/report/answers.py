@@ -14,7 +14,11 @@ _EACH, _HEAD, _TAIL = 3, 100, 60  # rows that are shown of a kind, characters of
 
 
 def quality(data: RunData, group: QualityGroup) -> tuple[Table, Table]:
-    """Answers by kind under these thresholds, and a few rows of each kind."""
+    """Answers by kind under these thresholds, and a few rows of each kind.
+
+    What flags and tokens say is counted over all rows, everything over those drawn, judged by their texts as the export
+    judges all. A row without a flag, made by an older dfexp, shows as a difference of the two.
+    """
     limits, tokens = group.thresholds, data.rows["completion_tokens"]
     usual = usual_lengths(tokens, limits.sigmas)
     thinking = (data.run["spec"].get("generation") or {}).get("enable_thinking") is True
@@ -35,7 +39,7 @@ def quality(data: RunData, group: QualityGroup) -> tuple[Table, Table]:
     ]  # fmt: skip
     good, clean = sum(not each & limits.rejected for each in drawn), [mark for mark in KNOWN if mark not in kinds]
     note = (
-        "Rows: of all, by the flags they were written with and by their tokens. Judged anew: rows drawn at random, as"
+        "Rows: of all, by the flags they were written with and by their tokens. Judged anew: some drawn at random, as"
     )
     note += f" the export judges all; it would take {good:,} of these {len(drawn):,}. A row can be of several kinds."
     note += f" length_outlier: not within {usual[0]:,.0f} to {usual[1]:,.0f} tokens. Not found: {', '.join(clean)}."
