@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,15 +246,15 @@ def test_one_command_makes_rows_notebooks_and_a_report_and_leaves_no_process(pro
     assert counts(folder) == Counter(range(ROWS))
 
 
-def finished(project: Path, *, rows: int = ROWS) -> RunFolder:
-    """The small run, `rows` of it done and one failed, as a process leaves it that was killed after its last row."""
+def finished(project: Path, *, rows: int = ROWS, failed: Iterable[int] = (ROWS,)) -> RunFolder:
+    """The small run, `rows` of it done and some failed, as a process leaves it that was killed after its last row."""
     spec = params.load(project / "params" / "small.yaml")
     folder = generate.prepare(spec, project)
     prints = {"prompts": "aa", "model": "bb", "sampling": identity.sampling_text(spec.generation)}
     recorded = {**json.loads(folder.run_json.read_text()), "fingerprint": prints, "fleet": {"engine": "llamacpp"}}
     folder.run_json.write_text(json.dumps(recorded))
     with Shards.open(folder.completions, total=ROWS + 1, fingerprint=prints, rows_per_shard=7) as shards:
-        shards.commit([row(index) for index in range(rows)], [failure(ROWS)])
+        shards.commit([row(index) for index in range(rows)], [failure(index) for index in failed])
     return folder
 
 
@@ -300,6 +300,16 @@ def test_where_nothing_is_left_to_do_there_is_a_report_and_no_server(
     assert not (project / "outputs" / "fleets").exists()
     assert cli.main(["status"]) == cli.EXIT_OK
     assert f"{ROWS} of {ROWS + 1} done, 1 failed  (nothing is left to do)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_in_which_no_row_succeeded_is_a_failure(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = finished(project, rows=0, failed=range(ROWS + 1))
+    assert cli.main(["run", "params/small.yaml"]) == cli.EXIT_FAILED
+    said = capsys.readouterr().out
+    assert f"0 succeeded + {ROWS + 1} failed = {ROWS + 1}" in said
+    assert "NOT ONE row succeeded" in said
+    assert (folder.notebooks / "04_report.html").exists()
 
 
 @pytest.mark.slow

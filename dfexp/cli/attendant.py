@@ -97,7 +97,11 @@ def _conclude(folder: RunFolder, found: Mapping[str, Any]) -> int:
     if is_short and (gone != left or not left):
         what = f"{len(left) - len(gone):,} shard(s)" if left else f"see store_incomplete in {folder.events}"
         say(f"  NOT on S3: {what}. Upload with: dfexp store upload {folder.name}")
-    return EXIT_OK if found.get("state") == "ended" and done + failed == asked and not is_short else EXIT_FAILED
+    if is_useless := bool(failed and not done):
+        say(f"  NOT ONE row succeeded. Why: {folder.completions / 'failures.jsonl'}")
+        say(f"  Once that is mended: dfexp resume {folder.name} --retry-failed")
+    is_whole = found.get("state") == "ended" and done + failed == asked
+    return EXIT_OK if is_whole and not (is_short or is_useless) else EXIT_FAILED
 
 
 class Attendant:
