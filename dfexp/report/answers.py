@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 
 from dfexp.params import QualityGroup
 from dfexp.quality import KNOWN, REPETITIVE, by_length, marks, usual_lengths
@@ -42,7 +43,8 @@ def quality(data: RunData, group: QualityGroup) -> tuple[Table, Table]:
         "Rows: of all, by the flags they were written with and by their tokens. Judged anew: some drawn at random, as"
     )
     note += f" the export judges all; it would take {good:,} of these {len(drawn):,}. A row can be of several kinds."
-    note += f" length_outlier: not within {usual[0]:,.0f} to {usual[1]:,.0f} tokens. Not found: {', '.join(clean)}."
+    bounds = f" length_outlier: not within {usual[0]:,.0f} to {usual[1]:,.0f} tokens." * (usual[1] < inf)
+    note += f"{bounds} Not found: {', '.join(clean)}."
     shown = [
         {"kind": mark, "index": index, "server": row["server"], "finish reason": row["finish_reason"],
          "tokens": row["completion_tokens"], "answer": _excerpt(row["text"])}

@@ -52,7 +52,7 @@ def test_kinds_are_counted_with_what_the_export_does(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["truncated"]["share"] == pytest.approx(11 / 216)
     assert "it would take 212 of these 216" in table.note
-    assert "Not found: garbage, looping," in table.note
+    assert "length_outlier: not within 68 to 223 tokens. Not found: garbage, looping," in table.note
     assert {line["kind"] for line in shown.rows} == counts.keys()
 
 
@@ -101,4 +101,5 @@ def test_another_threshold_of_repetition_is_not_what_flags_say(tmp_path: Path) -
 def test_a_run_without_rows_has_no_kinds(tmp_path: Path) -> None:
     table, shown = quality(report.load(write_run(tmp_path, [], asked=3)), QualityGroup())
     assert (table.rows, shown.rows) == ([], [])
+    assert "not within" not in table.note
     assert "none" in table._repr_html_()
