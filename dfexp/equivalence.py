@@ -126,19 +126,11 @@ def _tokens(answer: Answer) -> float | None:
     return None if answer.completion_tokens is None else math.log(max(1, answer.completion_tokens))
 
 
-def _is_cut(answer: Answer) -> float:
-    return float(answer.finish_reason == "length")
-
-
-def _repeats(answer: Answer) -> float:
-    return repetition(answer.text)
-
-
 _PARTS = "answers part earlier than from themselves"
 _SIZES: tuple[tuple[str, Callable[[Answer], float | None], Callable[[float], str]], ...] = (
     ("tokens of an answer", _tokens, lambda mean: f"{math.exp(mean):,.0f}"),
-    ("cut for its length", _is_cut, lambda mean: f"{mean:.1%}"),
-    ("words said again", _repeats, lambda mean: f"{mean:.1%}"),
+    ("cut for its length", lambda answer: float(answer.finish_reason == "length"), lambda mean: f"{mean:.1%}"),
+    ("words said again", lambda answer: repetition(answer.text), lambda mean: f"{mean:.1%}"),
 )
 Pairs = Sequence[tuple[Answer, Answer]]
 
@@ -147,14 +139,10 @@ def _test(
     name: str, size: Callable[[Answer], float | None], shown: Callable[[float], str], pairs: Pairs, own: Pairs | None
 ) -> Test:
     known = _known(size, pairs)
-    first, second = ([pair[side] for pair in known] for side in (0, 1))
-    return Test(
-        name=name,
-        reference=shown(fmean(first)) if first else "-",
-        changed=shown(fmean(second)) if second else "-",
-        p=_by_chance([two - one for one, two in known]),
-        own_p=None if own is None else _by_chance([two - one for one, two in _known(size, own)]),
-    )
+    first, second = [shown(fmean(side)) for side in zip(*known, strict=True)] or ("-", "-")
+    own_p = None if own is None else _by_chance([two - one for one, two in _known(size, own)])
+    p = _by_chance([two - one for one, two in known])
+    return Test(name=name, reference=first, changed=second, p=p, own_p=own_p)
 
 
 def _parting(indices: Sequence[int], reference: Said, changed: Said, again: Said) -> Test:

@@ -8,7 +8,7 @@ import itertools
 import os
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,7 @@ def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    return Frozen(
-        asked=reading.asked,
-        sha256=sha256,
-        sources=reading.sources,
-        dropped=report["dropped"],
-        dropped_by_reason=report["dropped_by_reason"],
-        odd_by_reason=report["odd_by_reason"],
-        shared_prefix_share=report["shared_prefix_share"],
-    )
+    return Frozen(sha256=sha256, **{each.name: report[each.name] for each in fields(Frozen) if each.name != "sha256"})
 
 
 def _write(path: Path, lines: Iterator[bytes]) -> None:

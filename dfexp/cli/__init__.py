@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         module, _, name = args.call.partition(".")
-        return int(getattr(importlib.import_module(f"dfexp.cli.{module}"), name)(args))
+        return int(getattr(importlib.import_module(f"dfexp.cli.{module}"), name)(args) or EXIT_OK)
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         return EXIT_OK
     except KeyboardInterrupt as error:

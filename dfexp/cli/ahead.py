@@ -16,7 +16,7 @@ from dfexp.errors import FleetError
 from dfexp.layout import project_root
 
 
-def check(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> None:
     """`dfexp check PARAMS`: parameters and prompts, starting nothing."""
     spec = params.load(args.params, args.set)
     engine_for(spec.fleet, project_root()).outside_key()
@@ -25,16 +25,14 @@ def check(args: argparse.Namespace) -> int:
     dropped = ", ".join(f"{count} {reason}" for reason, count in found["dropped_by_reason"].items()) or "none"
     is_right = f"{args.params} is right: run {spec.run!r}, engine {spec.fleet.engine}"
     print(f"{is_right}, {found['asked']} prompts, dropped: {dropped}")
-    return EXIT_OK
 
 
-def prompts_dry(args: argparse.Namespace) -> int:
+def prompts_dry(args: argparse.Namespace) -> None:
     """`dfexp prompts PARAMS`: read the prompts as a run would, and say what is left out and why."""
     spec, root = params.load(args.params, args.set), project_root()
     began = time.monotonic()
     report, took_s = prompts.measured(spec.prompts, root), time.monotonic() - began
     print(json.dumps(report) if args.json else f"{prompts.render(report)}\nread in {took_s:,.1f} s")
-    return EXIT_OK
 
 
 def preflight_run(args: argparse.Namespace) -> int:
@@ -57,12 +55,11 @@ def preflight_run(args: argparse.Namespace) -> int:
     return EXIT_FAILED if any(check.state == "fail" for check in checks) else EXIT_OK
 
 
-def plan(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> None:
     """`dfexp plan PARAMS`: which SGLang flags finish the run soonest, and what it will cost."""
     spec, root = params.load(args.params, args.set), project_root()
     _warn(spec, root)
     print(plan_command.plan_text(spec, root, as_json=args.json))
-    return EXIT_OK
 
 
 def _warn(spec: params.RunSpec, root: Path) -> None:

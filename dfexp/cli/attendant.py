@@ -163,13 +163,12 @@ class Attendant:
         end = time.monotonic() + self._spec.generation.drain_s + 30.0
         with contextlib.suppress(ControlError):  # raised once it has ended
             generate.stop(self._folder, reason="dfexp run has ended")
-            while time.monotonic() < end and not control.wait_until(self._has_ended, 0.5):
+            while time.monotonic() < end and not control.wait_until(
+                lambda: control.living_process(self._folder) is None, 0.5
+            ):
                 if len(self._signals) > self._obeyed:
                     self._obeyed = len(self._signals)
                     generate.stop(self._folder, reason="dfexp run has ended", now=True)
-
-    def _has_ended(self) -> bool:
-        return control.living_process(self._folder) is None
 
     def _obey(self) -> None:
         try:

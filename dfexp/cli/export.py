@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 
 from dfexp import export, params
-from dfexp.cli.common import EXIT_OK, find_run, say
+from dfexp.cli.common import find_run, say
 from dfexp.jsonl import read_json
 from dfexp.layout import RunFolder
 from dfexp.quality import Thresholds
 
 
-def of_run(args: argparse.Namespace) -> int:
+def of_run(args: argparse.Namespace) -> None:
     """`dfexp export RUN --to PATH`: the good rows as a training set, with a card beside it."""
     folder = find_run(args.run)
     options = export.Options(
@@ -25,7 +25,6 @@ def of_run(args: argparse.Namespace) -> int:
     say(f"rejected for (a row can have several reasons): {rejected or 'nothing'}")
     for split, path in made.files.items():
         say(f"{path}: {split}" + (f", {made.written[split]:,} rows" if split != "card" else ""))
-    return EXIT_OK
 
 
 def _thresholds(args: argparse.Namespace, folder: RunFolder) -> Thresholds:

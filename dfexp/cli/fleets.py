@@ -48,11 +48,10 @@ def reconfigure(args: argparse.Namespace) -> int:
     return EXIT_OK if change(params.load(args.params, args.set), project_root(), say, **terms) else EXIT_FAILED
 
 
-def down(args: argparse.Namespace) -> int:
+def down(args: argparse.Namespace) -> None:
     """`dfexp fleet down NAME`: stop the servers that this fleet started, also under a run with --force."""
     the_fleet = fleet.attach(FleetFolder.named(project_root(), args.outputs, args.name))
     print("\n".join(the_fleet.down(args.drain_s, force=args.force)))
-    return EXIT_OK
 
 
 def print_fleet(the_fleet: fleet.Fleet) -> int:

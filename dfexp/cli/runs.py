@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-import time
+from math import inf
 
 from dfexp import control, generate, livepage, notebook, params
 from dfexp.cli.attendant import run_notebooks
-from dfexp.cli.common import EXIT_OK, all_runs, find_run, say
+from dfexp.cli.common import all_runs, find_run, say
 from dfexp.engines.base import engine_for
 from dfexp.errors import ParamsError, RequestError, RunError, RunStopped
 from dfexp.layout import RunFolder, project_root
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     return run_notebooks(spec, generate.prepare(spec, root), root)
 
 
-def pilot(args: argparse.Namespace) -> int:
+def pilot(args: argparse.Namespace) -> None:
     """`dfexp pilot PARAMS`: a random sample of the prompts through the real fleet, as rows of the run."""
     from dfexp.pilot import write  # here, since it takes pandas, which is slow to import
 
@@ -38,7 +38,6 @@ def pilot(args: argparse.Namespace) -> int:
     say(f"{page}\nKept in {folder.report}, as pilot.md and pilot.json. The run goes on with: dfexp run {args.params}")
     if missing:
         raise RunStopped(f"{missing:,} rows of the sample are missing: {found['reason']}. The same command goes on.")
-    return EXIT_OK
 
 
 def resume(args: argparse.Namespace) -> int:
@@ -59,17 +58,16 @@ def resume(args: argparse.Namespace) -> int:
     return run_notebooks(spec, folder, root, retry_failed=retry)
 
 
-def report(args: argparse.Namespace) -> int:
+def report(args: argparse.Namespace) -> None:
     """`dfexp report RUN`: 04_report alone, also for a run that is going on."""
     folder = find_run(args.run)
     if other := [each for each in args.set if each.split(".")[0].split("=")[0] not in ("report", "quality")]:
         raise ParamsError(f"--set {other[0]}: the run was made with what it has; set report.KEY or quality.KEY now.")
     spec = params.validate(params.overlay(generate.read_spec(folder).model_dump(), args.set), str(folder.run_json))
     print(notebook.execute("04_report", spec, folder, project_root()))
-    return EXIT_OK
 
 
-def status(args: argparse.Namespace) -> int:
+def status(args: argparse.Namespace) -> None:
     """`dfexp status [RUN]`: one line per run, and per server of the run that is asked for."""
     root = project_root()
     folders = [find_run(args.run)] if args.run else all_runs(root / args.outputs)
@@ -93,7 +91,6 @@ def status(args: argparse.Namespace) -> int:
             )
     if not folders:
         print(f"no runs under {root / args.outputs}")
-    return EXIT_OK
 
 
 def _unseen(folder: RunFolder) -> str:
@@ -103,16 +100,14 @@ def _unseen(folder: RunFolder) -> str:
     return "not started yet" if not asked else f"restored: {done:,} of {asked:,} done, {failed:,} failed  ({goes_on})"
 
 
-def stop(args: argparse.Namespace) -> int:
+def stop(args: argparse.Namespace) -> None:
     """`dfexp stop RUN`: drain, seal, end; `--now` cuts off what is in flight."""
     folder = find_run(args.run)
     found = control.read_status(folder)
     if control.living_process(folder) is None:
         print(f"{folder.name}: no process runs" + (f" ({found['state']})" if found else ""))
-        return EXIT_OK
+        return
     generate.stop(folder, reason="dfexp stop", now=args.now)
-    while control.living_process(folder) is not None:
-        time.sleep(0.2)
+    control.wait_until(lambda: control.living_process(folder) is None, inf)
     found = control.read_status(folder)
     print(f"{folder.name}: {livepage.line(found) if found else 'stopped'}")
-    return EXIT_OK

@@ -58,7 +58,7 @@ def _verified(folder: RunFolder, group: StoreGroup) -> int:
     return told(f"{len(verdict.problems):,} thing(s) differ", EXIT_FAILED) if verdict.problems else EXIT_OK
 
 
-def restore(args: argparse.Namespace) -> int:
+def restore(args: argparse.Namespace) -> None:
     """`dfexp store restore RUN`: the folder of a run from its bucket alone, and with --rows its shards too."""
     root, name = project_root(), args.run
     if args.source or args.params:
@@ -84,4 +84,3 @@ def restore(args: argparse.Namespace) -> int:
     rows = "" if args.rows else f"Its rows: dfexp store restore {name} --rows. "
     is_over = f"Nothing is left to do: {tally(done, failed, asked)}. {rows}Its report: dfexp report {name}"
     say(is_over if done + failed == asked else f"The run goes on with: dfexp resume {name}")
-    return EXIT_OK

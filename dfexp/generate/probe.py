@@ -67,17 +67,16 @@ class Probe:
     def _judge(self, now: float, rate: float) -> bool:
         """A window is over: go on, look once more, or go back and hold."""
         if self._before is None or rate >= _GAIN * self._before[1]:
-            if self.value >= MOST:
-                self._settle(now)
-                return self.answered(now, 0)
-            self._before = self.value, rate
-            self._go(min(MOST, max(self.value + 1, round(self.value * _STEP))))
-            return False
-        self._looks += 1
-        if self._looks < _LOOKS:
-            self.disturbed()
-            return False
-        self.value = self._before[0]
+            if self.value < MOST:
+                self._before = self.value, rate
+                self._go(min(MOST, max(self.value + 1, round(self.value * _STEP))))
+                return False
+        else:
+            self._looks += 1
+            if self._looks < _LOOKS:
+                self.disturbed()
+                return False
+            self.value = self._before[0]
         self._settle(now)
         return self.answered(now, 0)
 
