@@ -7,6 +7,7 @@ splits at U+2028, U+0085 or a form feed can tear a record, and a raw NUL byte in
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -101,6 +102,12 @@ def disk(action: str, fix: str = "Free space or fix the folder.") -> Iterator[No
         yield
     except OSError as error:
         raise StorageError(f"cannot {action}: {error.strerror or error}. {fix}") from error
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as hexadecimal digits. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_dir(folder: Path) -> None:

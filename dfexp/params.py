@@ -300,29 +300,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     return validate(tree, f"{path} with --set {changed}" if changed else str(path))
 
 
-def store_group(tree: Mapping[str, Any]) -> StoreGroup:
-    """A store group on its own. Raises ParamsError that lists every mistake."""
-    return checked("store", StoreGroup, tree)
-
-
-def checked(name: str, model: type[_Group], tree: Mapping[str, Any]) -> _Group:
-    """A group of this name on its own. Raises ParamsError that lists every mistake."""
+def checked(name: str, model: type[_Group], tree: Mapping[str, Any], but: str = "") -> _Group:
+    """A group of this name on its own. Raises ParamsError with every mistake; `but`: the end of its first line."""
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise ParamsError("\n  ".join((f"{name}: wrong parameter(s).", *explain(error, tree, model)))) from None
+        lines = explain(error, tree, model)
+        raise ParamsError("\n  ".join((f"{name}: {len(lines)} wrong parameter(s){but}.", *lines))) from None
 
 
 def validate(tree: Mapping[str, Any], source: str) -> RunSpec:
     """Check a tree of parameters; `source` names it in messages. Raises ParamsError that lists every mistake."""
     # A group whose every line is commented out is nothing to YAML; its writer means the defaults.
     given = {key: value for key, value in tree.items() if value is not None}
-    try:
-        return RunSpec.model_validate(given)
-    except ValidationError as error:
-        lines = explain(error, given, RunSpec)
-        head = f"{source}: {len(lines)} wrong parameter(s); nothing was started."
-        raise ParamsError("\n  ".join((head, *lines))) from None
+    return checked(source, RunSpec, given, "; nothing was started")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
 from array import array
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dfexp.errors import CorruptShardError, FingerprintError, StorageError
-from dfexp.jsonl import fsync_dir, parse_line, temporary_name, write_all, write_json
+from dfexp.jsonl import fsync_dir, parse_line, sha256_of, temporary_name, write_all, write_json
 from dfexp.layout import RunFolder
 from dfexp.params import PromptsGroup
 from dfexp.records import Prompt
@@ -73,8 +72,8 @@ def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
         for left in folder.path.glob(".prompts*.tmp"):
             left.unlink()
         _write(temporary, reading.lines(folder.path))
-        sha256 = _sha256(temporary)
-        if path.exists() and (there := _sha256(path)) != sha256:
+        sha256 = sha256_of(temporary)
+        if path.exists() and (there := sha256_of(path)) != sha256:
             raise FingerprintError(f"{path} holds other prompts (SHA-256 {there}), left as it is. Rename the run.")
         os.replace(temporary, path)
         fsync_dir(path.parent)
@@ -98,11 +97,6 @@ def _write(path: Path, lines: Iterator[bytes]) -> None:
         os.close(fd)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class FrozenPrompts(contextlib.AbstractContextManager["FrozenPrompts"]):
     """The prompts of a run by index, one read from the disk each; 8 bytes of memory a prompt. A context manager."""
 
@@ -112,7 +106,7 @@ class FrozenPrompts(contextlib.AbstractContextManager["FrozenPrompts"]):
         try:
             with path.open("rb") as file:
                 self._starts = array("Q", itertools.accumulate(map(len, file), initial=0))
-            found = _sha256(path)
+            found = sha256_of(path)
             self._file = path.open("rb")
         except OSError as error:
             raise CorruptShardError(f"cannot open {path}: {error.strerror}. Restore it from a copy.") from error

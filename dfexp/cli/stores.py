@@ -68,7 +68,7 @@ def restore(args: argparse.Namespace) -> None:
             if match is None or match[3] != name:
                 raise ParamsError(f"--from {args.source}: it has to be s3://BUCKET/PREFIX/{name}, with the run's name.")
             tree = {**tree, "bucket": match[1], "prefix": match[2] or ""}
-        group = params.store_group(params.overlay({"store": tree}, args.set)["store"])
+        group = params.checked("store", StoreGroup, params.overlay({"store": tree}, args.set)["store"])
         made = store.restore(name, group, root)
         say(f"{made.folder.path}: {made.rows:,} of {made.asked:,} rows are done, in {made.shards:,} shard(s) on S3")
         for each in made.unread:

@@ -42,11 +42,7 @@ def sampling_text(generation: GenerationGroup) -> str:
 
 def fingerprint(prompts_sha256: str, model: str, generation: GenerationGroup) -> dict[str, str]:
     """What all rows of one run must share: prompts, model, sampling. A value that can be read is left readable."""
-    return {
-        "prompts": prompts_sha256,
-        "model": model,
-        "sampling": sampling_text(generation),
-    }
+    return {"prompts": prompts_sha256, "model": model, "sampling": sampling_text(generation)}
 
 
 def config_id(config: Mapping[str, Any]) -> str:

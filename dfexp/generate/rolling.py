@@ -55,16 +55,14 @@ class Rolling:
             raise RunError("another change of this fleet's settings is going on. Wait until it has ended.")
         terms = replace(terms, group=change_to(self.fleet.group, terms.group))
         self.fleet.check_change(terms.group)
-        if not (changing := self._to_change(terms.group)):
+        changing = [lane for lane in self.lanes if differences(self.fleet.settings(lane.name), terms.group)]
+        if not changing:
             raise RunError("all servers have these settings already: there is nothing to change.")
         self.status = {"id": terms.ident, "state": "rollout_asked", "text": "changing settings", "steps": []}
         self.cut_off = 0
+        # Fewest requests first, since the first may fail; the silent ones last.
+        changing.sort(key=lambda lane: (not lane.serves, len(lane.tasks)))
         self.task = asyncio.create_task(self._run(terms, changing))
-
-    def _to_change(self, group: AnyFleet) -> list[Lane]:
-        """The lanes that have other settings: fewest requests first, since the first may fail; the silent ones last."""
-        changing = [lane for lane in self.lanes if differences(self.fleet.settings(lane.name), group)]
-        return sorted(changing, key=lambda lane: (not lane.serves, len(lane.tasks)))
 
     async def _run(self, terms: Terms, changing: Sequence[Lane]) -> None:
         try:

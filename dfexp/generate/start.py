@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 from dfexp import control, fleet
 from dfexp.errors import CorruptShardError, FingerprintError, RunError
 from dfexp.generate.identity import hardware, sampling_text, versions
-from dfexp.jsonl import disk, make_folder, read_json, write_json
+from dfexp.jsonl import disk, make_folder, read_json, sha256_of, write_json
 from dfexp.layout import FleetFolder, RunFolder
 from dfexp.params import PromptsGroup, RunSpec, validate
 from dfexp.processes import ProcessId
@@ -92,7 +91,7 @@ def keep_frozen(folder: RunFolder, root: Path) -> None:
         recorded = _recorded(folder)
         for source in recorded["prompts"]["sources"]:
             path = root / source["path"]
-            if path.exists() and (now := _sha256(path)) != source["sha256"]:
+            if path.exists() and (now := sha256_of(path)) != source["sha256"]:
                 source["changed_sha256"] = now
         write_json(folder.run_json, recorded)
 
@@ -159,14 +158,12 @@ def _spawn(folder: RunFolder, root: Path, retry_failed: Collection[str] | None, 
         )
     threading.Thread(target=process.wait, daemon=True).start()  # reaps it whenever it ends
 
-    def settled() -> bool:
-        status = control.read_status(folder)
-        return process.returncode is not None or (status is not None and status.get("pid") == process.pid)
+    def works() -> bool:
+        return (control.read_status(folder) or {}).get("pid") == process.pid
 
-    if not control.wait_until(settled, START_TIMEOUT_S):
+    if not control.wait_until(lambda: process.returncode is not None or works(), START_TIMEOUT_S):
         raise RunError(f"run {folder.name!r} has not started within {START_TIMEOUT_S:.0f} s. See {folder.log}.")
-    status = control.read_status(folder)
-    if status is None or status.get("pid") != process.pid:
+    if not works():
         words = folder.log.read_bytes()[before:].decode("utf-8", "replace").strip().splitlines()
         said = words[-1] if words else f"exit code {process.returncode}, no word in {folder.log}: is its disk full?"
         raise RunError(f"run {folder.name!r} could not start: {said.removeprefix('dfexp: ')}")
@@ -184,7 +181,7 @@ def _check_prompts(spec: RunSpec, recorded: Mapping[str, Any], root: Path, folde
         )
     for source in recorded["prompts"]["sources"]:
         path = root / source["path"]
-        if path.exists() and _sha256(path) not in (source["sha256"], source.get("changed_sha256")):
+        if path.exists() and sha256_of(path) not in (source["sha256"], source.get("changed_sha256")):
             raise FingerprintError(
                 f"{source['path']} has changed since run {folder.name!r} froze its prompts. Choose another name for "
                 f"`run` for the new prompts. To go on with the frozen ones: dfexp resume {folder.name}."
@@ -223,11 +220,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -8,14 +8,13 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
 from dfexp import params
 from dfexp.capacity.plan_command import prepared_for
 from dfexp.capacity.planner import Setting
 from dfexp.errors import DfexpError, ParamsError
 from dfexp.params import Name, RunSpec, SglangServers, SimulatedFleet
-from dfexp.params_errors import explain
 from dfexp.params_plan import Group
 
 Part = dict[str, JsonValue]
@@ -91,11 +90,7 @@ def read(path: Path, root: Path, overrides: Sequence[str], only: Collection[str]
         tree = {"over": path.name, "variants": {"run": {}}}
     if hours is not None:
         tree, source = {**tree, "hours": hours}, f"{path} with --hours {hours:g}"
-    try:
-        file = RehearsalFile.model_validate(tree)
-    except ValidationError as error:
-        lines = explain(error, tree, RehearsalFile)
-        raise ParamsError("\n  ".join((f"{source}: {len(lines)} wrong parameter(s).", *lines))) from None
+    file = params.checked(source, RehearsalFile, tree)
     if unknown := set(only) - file.variants.keys():
         raise ParamsError(f"--only {unknown.pop()}: no such variant. {path} has: {', '.join(file.variants)}.")
     base, found, mistakes = _base(path.parent / file.over), list[Variant](), list[str]()

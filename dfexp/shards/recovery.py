@@ -7,13 +7,13 @@ to run from 0 without a gap, since nothing else could tell that one is missing.
 from __future__ import annotations
 
 import filecmp
-import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dfexp.errors import CorruptShardError
+from dfexp.jsonl import sha256_of
 from dfexp.shards import files
 from dfexp.shards.files import MANIFEST, Manifest, ShardEntry
 from dfexp.shards.reader import read_entry, read_failure_log
@@ -102,9 +102,7 @@ def _checked(folder: Path, entry: ShardEntry) -> ShardEntry:
     stat = path.stat()
     if (stat.st_size, stat.st_mtime_ns) == (entry.bytes, entry.mtime_ns):
         return entry
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != entry.sha256:
+    if (found := sha256_of(path)) != entry.sha256:
         raise CorruptShardError(
             f"{path} was changed after it was sealed: its SHA-256 is {found}, {MANIFEST} has {entry.sha256}. {fix}"
         )

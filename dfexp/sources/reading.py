@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from random import Random
 from typing import Any
 
 from dfexp.errors import PromptsError
-from dfexp.jsonl import encode_line, repair_text
+from dfexp.jsonl import encode_line, repair_text, sha256_of
 from dfexp.params_prompts import PromptsGroup, PromptsPart
 from dfexp.records import Message, Prompt
 from dfexp.sources.checks import LONG_CHARS, Repeats, filters
@@ -165,8 +164,7 @@ class Reading:
         try:
             before = path.stat()
             yield from self._rows(part, source, rows_of(path, part.meaning.fields, part.meaning.columns))
-            with path.open("rb") as file:
-                source["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+            source["sha256"] = sha256_of(path)
             after = path.stat()
         except UNREADABLE as error:
             raise PromptsError(

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from dfexp.errors import CorruptShardError, DfexpError, StoreConflict, StoreError, StoreTaken, StoreUnavailable
-from dfexp.jsonl import read_json, write_atomic
+from dfexp.jsonl import read_json, sha256_of, write_atomic
 from dfexp.layout import RunFolder
 from dfexp.params import StoreGroup
 from dfexp.shards import ShardEntry, Shards, read_manifest
@@ -322,9 +322,7 @@ class Uploader:
         try:
             with self._folder.prompts.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target, 2**20)
-            with packed.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            self._bucket.put_once(PROMPTS, packed, sha256, is_patient=False)
+            self._bucket.put_once(PROMPTS, packed, sha256_of(packed), is_patient=False)
         finally:
             packed.unlink(missing_ok=True)
 
