@@ -155,7 +155,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     """
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        text = path.read_bytes().replace(b",\n]}", b"\n]}")  # whoever took the last line out left its comma
+        return Manifest.model_validate_json(text)
     except FileNotFoundError:
         return None
     except ValidationError as error:

@@ -144,16 +144,17 @@ def test_an_untouched_sealed_shard_is_not_read(folder):
         assert run.done == 13
 
 
-def test_a_missing_shard_is_refused_and_the_fix_works(folder):
-    moved = sealed(folder, 1).rename(folder.parent / "moved")
-    refused(folder, r"completions_000001\.jsonl is missing.*delete its line")
-    with pytest.raises(CorruptShardError, match=r"completions_000001\.jsonl is missing"):
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_missing_shard_is_refused_and_the_fix_works(folder, number):
+    """Its line, and no more than that, is deleted: also the last one, which leaves a comma behind."""
+    moved = sealed(folder, number).rename(folder.parent / "moved")
+    refused(folder, rf"completions_00000{number}\.jsonl is missing.*delete its line")
+    with pytest.raises(CorruptShardError, match=rf"completions_00000{number}\.jsonl is missing"):
         list(read_rows(folder))
-    kept = [text for text in (folder / "manifest.json").read_text().splitlines() if "000001" not in text]
-    kept[1] = kept[1].removesuffix(",")
-    (folder / "manifest.json").write_text("\n".join(kept))
+    kept = (folder / "manifest.json").read_text().splitlines(keepends=True)
+    (folder / "manifest.json").write_text("".join(line for line in kept if sealed(folder, number).name not in line))
     with open_run(folder) as run:
-        assert sorted(run.pending())[:6] == [5, 6, 7, 8, 9, 13]
+        assert sorted(run.pending())[:6] == [*range(5 * number, 5 * number + 5), 13]
         check_consistent(folder, run)
     finish(folder)
     assert moved.exists()
