@@ -192,6 +192,26 @@ def test_one_damaged_fleet_hides_no_other(project: Path, capsys: pytest.CaptureF
     shutil.rmtree(fleets)
 
 
+@pytest.mark.slow
+def test_a_second_command_is_refused_while_the_first_one_still_brings_its_servers_up(project: Path) -> None:
+    """It would take them for its own, and stop them and the run when it is interrupted."""
+    folder = RunFolder(project / "outputs" / "small")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        urls = f"fleet.urls=[http://127.0.0.1:{server.getsockname()[1]}]"
+        external = ["run", "params/small.yaml", "--set", "fleet={engine: external, model: m}", "--set", urls]
+        with subprocess.Popen([*DFEXP, *external], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+            server.accept()  # and never answers
+            second = run(*external)
+            assert control.living_process(folder) is None
+            assert second.returncode == cli.EXIT_FAILED
+            assert f"notebooks is being written by process {first.pid} on " in second.stderr
+            assert "Stop it, or wait until it ends" in second.stderr
+            server.close()
+            first.send_signal(signal.SIGINT)
+            assert first.wait(120) != 0
+
+
 def test_ctrl_c_while_a_fleet_comes_up_ends_with_one_line(project: Path) -> None:
     """The server takes the connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +15,11 @@ from dfexp import control, fleet, generate, livepage, notebook
 from dfexp.cli.common import EXIT_FAILED, EXIT_OK, opened, say
 from dfexp.errors import ControlError, FleetError, RunError, RunStopped
 from dfexp.generate.verdicts import tally
-from dfexp.jsonl import read_json
+from dfexp.jsonl import disk, make_folder, read_json
 from dfexp.layout import RunFolder
 from dfexp.params import RunSpec
 from dfexp.shards import not_uploaded
+from dfexp.shards.files import lock
 from dfexp.tables import labelled
 
 _DOES = {"01_launch_fleet": "checks, then servers until each has made a token", "02_capacity": "room, and a probe",
@@ -39,8 +41,8 @@ def run_notebooks(
             f"run {folder.name!r} is running already (pid {living.pid}). Look in: dfexp status {folder.name}; "
             f"stop it: dfexp stop {folder.name}."
         )
-    ended = None if sample else _ended(folder, retry_failed or ())
-    with stop_signals() as signals:
+    with stop_signals() as signals, _alone(folder):
+        ended = None if sample else _ended(folder, retry_failed or ())
         attendant = Attendant(spec, folder, root, signals)
         try:
             for name in NOTEBOOKS[:1] if sample else NOTEBOOKS[-1:] if ended else NOTEBOOKS:
@@ -60,6 +62,21 @@ def run_notebooks(
 
         ended["not_uploaded"] = bring(folder, spec.store)
     return EXIT_OK if sample else _conclude(folder, ended or control.read_status(folder) or {})
+
+
+@contextmanager
+def _alone(folder: RunFolder) -> Iterator[None]:
+    """Two commands that drive one run would stop its servers, and so the run, under one another: also before it works.
+
+    Raises LockedError, which names the first one, and StorageError.
+    """
+    with disk(f"create {folder.notebooks}", "Fix the folder."):
+        make_folder(folder.notebooks)
+    held = lock(folder.notebooks)
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 def _ended(folder: RunFolder, retry_failed: Sequence[str]) -> dict[str, Any] | None:
