@@ -67,7 +67,7 @@ class ScriptedServer:
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=2048)  # a burst may be of more than the usual 128
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=2048)  # for a burst
         await site.start()
         self.port = self._runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{self.port}"
