@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
-from typing import Any
 
 from dfexp.quality import repetition
 from dfexp.records import Answer
@@ -37,10 +36,6 @@ class Test:
     changed: str
     p: float
     own_p: float | None  # the same of the reference against itself: small where the test itself is at fault
-
-    def to_json(self) -> dict[str, Any]:
-        """A row of a table."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

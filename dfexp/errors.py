@@ -195,17 +195,12 @@ class AccessDenied(RequestError):
     kind, stops_run = "access_denied", True
 
 
+_KNOWN: dict[int, type[RequestError]] = {408: TimedOut, 429: RateLimited}
+_KNOWN |= dict.fromkeys((401, 403, 404), AccessDenied)
+
+
 def of_status(status: int, message: str, retry_after_s: float | None = None) -> RequestError:
     """The error that an HTTP status other than 2xx stands for."""
-    kind: type[RequestError]
-    if status == 429 or (status == 503 and retry_after_s is not None):
-        kind = RateLimited
-    elif status == 408:
-        kind = TimedOut
-    elif status in (401, 403, 404):
-        kind = AccessDenied
-    elif status >= 500:
-        kind = ServerFault
-    else:
-        kind = Refused if status >= 400 else BadAnswer
+    other = ServerFault if status >= 500 else Refused if status >= 400 else BadAnswer
+    kind = RateLimited if status == 503 and retry_after_s is not None else _KNOWN.get(status, other)
     return kind(message, status=status, retry_after_s=retry_after_s)

@@ -59,13 +59,9 @@ def memory(shown: View) -> Chart:
     figure = go.Figure()
     for (name, setting), color in zip(shown.settings().items(), PALETTE, strict=False):
         plan = setting.memory()
-        sizes = {
-            "weights": plan.weights_bytes,
-            "state pool": plan.state_bytes,
-            "KV pool": plan.kv_bytes,
-            "kept free": plan.reserved_bytes,
-        }
-        parts = {part: size / GIB for part, size in sizes.items()}
+        sizes = plan.weights_bytes, plan.state_bytes, plan.kv_bytes, plan.reserved_bytes
+        names = "weights", "state pool", "KV pool", "kept free"
+        parts = {part: size / GIB for part, size in zip(names, sizes, strict=True)}
         parts["unassigned"] = max(0.0, setting.free.pre_gib - sum(parts.values()))
         figure.add_waterfall(
             x=[*parts, "free before loading"], y=[*parts.values(), 0], name=name, textangle=0,

@@ -36,10 +36,8 @@ class WorkQueue:
         A row is not given back to the server where it just failed, unless that one is `alone`.
         """
         due = self._take_due(server, now, alone)
-        if due is not None:
+        if due is not None or self._fresh_left == 0:
             return due
-        if self._fresh_left == 0:
-            return None
         self._fresh_left -= 1
         return Job(index=next(self._fresh))
 
@@ -49,8 +47,7 @@ class WorkQueue:
         self._put_back += 1
 
     def _take_due(self, server: str, now: float, alone: bool) -> Job | None:
-        passed_over = []
-        found = None
+        passed_over, found = [], None
         while self._waiting and self._waiting[0][0] <= now:
             entry = heapq.heappop(self._waiting)
             if alone or entry[2].avoid != server:
