@@ -6,8 +6,6 @@ openai 2.6 to 3.x. What failed is told by openai's errors and by aiohttp's, whic
 a request that was never sent from one whose answer was lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

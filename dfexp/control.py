@@ -4,8 +4,6 @@ Everything lies in the run's `control/` folder and is written by atomic replacem
 A command names the process it is meant for: one that was left for a process now dead is never obeyed by the next.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

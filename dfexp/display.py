@@ -1,7 +1,5 @@
 """What a person watches: the servers of a fleet, and a run in one display whose interrupts become stops."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

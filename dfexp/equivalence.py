@@ -5,8 +5,6 @@ the draw does. So the yardstick is one configuration against itself, prompt by p
 anything. Tests are paired by prompt; together they raise a false alarm in `ALARMS` of comparisons at the most (Holm).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

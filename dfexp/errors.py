@@ -3,8 +3,6 @@
 Code that decides what to do next reads an attribute (`retryable`, `counts_as_attempt`, `stops_run`), never a message.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 

@@ -1,7 +1,5 @@
 """The figures of a report: one template, colours that colour-blind readers tell apart, every one with its source."""
 
-from __future__ import annotations
-
 import html
 import json
 import textwrap

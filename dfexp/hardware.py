@@ -2,8 +2,6 @@
 and those that this machine has now.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import json

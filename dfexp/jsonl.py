@@ -4,8 +4,6 @@ A record is one line of ASCII JSON ended by a newline, the only separator. Non-A
 splits at U+2028, U+0085 or a form feed can tear a record, and a raw NUL byte in a file can only come from a lost write.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Where every file of a run and of a fleet lives. Names only: nothing here reads or writes, but for `project_root`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Self
 

@@ -1,7 +1,5 @@
 """A run as it goes, as a line and as a page: plain HTML and SVG, everything escaped, nothing that grows with time."""
 
-from __future__ import annotations
-
 import html as escaping
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Run a notebook strictly: its parameters as a checked `RunSpec`, its unattended execution, its HTML."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import difflib

@@ -1,7 +1,5 @@
 """The parameters of a run: one YAML file, validated before anything starts; all mistakes are reported at once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

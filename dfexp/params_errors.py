@@ -1,7 +1,5 @@
 """What is wrong with a tree of parameters, in the words of the person who wrote it; secrets never appear."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Mapping

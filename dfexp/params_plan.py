@@ -1,7 +1,5 @@
 """The `plan` group of a parameter file: what the capacity model needs to know of a run on SGLang."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator

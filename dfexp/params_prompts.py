@@ -1,7 +1,5 @@
 """The `prompts` group of a parameter file: sources, what a record means, what is left out."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator

@@ -1,7 +1,5 @@
 """The `quality` group of a parameter file: which answers a training set takes."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from pydantic.functional_validators import field_validator
 

@@ -1,7 +1,5 @@
 """The faults of simulated servers in a parameter file: what goes wrong, when, and for which requests."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator

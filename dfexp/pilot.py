@@ -1,7 +1,5 @@
 """What the sample of a run that goes first tells of the whole: lengths, rate, time left, and answers to read."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

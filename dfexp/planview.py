@@ -1,7 +1,5 @@
 """What 02_capacity shows of a run's plan: memory, usages and rates as figures, the ranked flags as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks before anything starts: facts are gathered at the edges, and pure functions (`of_...`) judge them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Who is a process: a pid is trusted only together with its start time, since pids are used again."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

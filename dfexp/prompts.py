@@ -1,7 +1,5 @@
 """Prompts: found in the user's files, frozen into the run's folder, read back by index; all of it streams."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -3,8 +3,6 @@
 Broken servers give garbage with HTTP 200, and models that lost their way repeat themselves until they are cut.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterable, Mapping

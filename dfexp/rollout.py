@@ -4,8 +4,6 @@ A rate is tokens over a window by the engine's own counter, which moves with eve
 and late after a start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median

@@ -1,7 +1,5 @@
 """Samples of a run's servers and GPUs on an interval: the last minutes in memory, all of them in metrics.jsonl."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import defaultdict, deque

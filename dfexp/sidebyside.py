@@ -3,8 +3,6 @@
 `both_ways` is the one call; what it found is kept in outputs/equivalence/ for 02_capacity.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Small tables for people: plain values under a title, as escaped HTML, and numbers as people read them."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Mapping, Sequence

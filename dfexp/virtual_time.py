@@ -4,8 +4,6 @@ Each line ties a real time to a virtual one: {"real_at": seconds since the Unix 
 first server was started}. Between two lines time is linear, before the first and after the last it stands still.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Rows are JSON lines as described in docs/capacity.md. Nothing in a row is truste
 modelled is reported as such, never guessed and never a crash.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """A model's shape from its Hugging Face `config.json`; pure, the reading is done in `models`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib import resources

@@ -6,8 +6,6 @@ longer of both), routed experts (both: few rows per expert leave neither hidden)
 written and read, and the recurrence, whose time was measured by others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dfexp.capacity.flags import Flags

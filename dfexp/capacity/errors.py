@@ -1,7 +1,5 @@
 """What the capacity model raises: inputs that cannot be, and models or flags that it does not describe."""
 
-from __future__ import annotations
-
 from pydantic import ValidationError
 
 from dfexp.errors import DfexpError

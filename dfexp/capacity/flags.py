@@ -1,7 +1,5 @@
 """SGLang's flags that decide sizes, in one vocabulary for all versions, and what each version makes of them."""
 
-from __future__ import annotations
-
 import datetime
 import difflib
 import re

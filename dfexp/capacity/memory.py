@@ -3,8 +3,6 @@
 The order of operations is SGLang's (floats of GiB until the last division), so that counts come out equal, not close.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil

@@ -1,7 +1,5 @@
 """Where shapes and weight sizes come from: a folder or file of the model, or the table that ships with the package."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from dataclasses import dataclass

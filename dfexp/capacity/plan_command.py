@@ -1,7 +1,5 @@
 """`dfexp plan` and `dfexp capacity check`: from files to settings and rows, and the answers as text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

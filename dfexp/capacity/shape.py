@@ -3,8 +3,6 @@
 Counts are those of the whole model; methods that take `tp` give the share of one tensor-parallel rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dfexp.capacity.errors import CapacityError

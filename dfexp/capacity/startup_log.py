@@ -3,8 +3,6 @@
 Logs print GiB and call them GB. A value whose line is not there is None, which is never the same as zero.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ A completion costs its prefill, which stops decoding, and its share of as many d
 `seconds per completion = prefill + mean completion x step / running`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt

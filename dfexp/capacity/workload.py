@@ -4,8 +4,6 @@ A request in flight is met with a chance proportional to its length, so contexts
 completion; with lengths L the tokens already generated average E[L^2] / (2 E[L]).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import erf, exp, log, sqrt
 from typing import Literal

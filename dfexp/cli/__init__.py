@@ -3,8 +3,6 @@
 A command's module is imported when it is called: `--help`, `status` and `stop` should not wait for pandas or openai.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Commands that look ahead and start nothing: check, prompts, preflight, plan, capacity check."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """What `dfexp run` does around the notebooks: pass signals on, print progress, stop the fleet that it launched."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What every command shares: exit statuses, finding runs, printing."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

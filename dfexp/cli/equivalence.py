@@ -1,7 +1,5 @@
 """`dfexp equivalence`: whether a setting changes what the model says."""
 
-from __future__ import annotations
-
 import argparse
 
 from dfexp import params, sidebyside

@@ -1,7 +1,5 @@
 """The command that makes a training set of a run."""
 
-from __future__ import annotations
-
 import argparse
 
 from dfexp import export, params

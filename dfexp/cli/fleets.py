@@ -1,7 +1,5 @@
 """Commands on fleets: up, status, reconfigure, down."""
 
-from __future__ import annotations
-
 import argparse
 
 from dfexp import fleet, params

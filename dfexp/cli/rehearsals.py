@@ -1,7 +1,5 @@
 """The command that rehearses a run."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Commands on runs: run, resume, report, status, stop."""
 
-from __future__ import annotations
-
 import argparse
 import textwrap
 from math import inf

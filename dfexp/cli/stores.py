@@ -1,7 +1,5 @@
 """Commands on a run's copy on S3: upload, verify, restore."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import time

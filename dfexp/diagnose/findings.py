@@ -1,7 +1,5 @@
 """What is diagnosed, and what is found: a server over some time, what the plan says of it, a finding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

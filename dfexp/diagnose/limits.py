@@ -1,7 +1,5 @@
 """The rules: from samples to phases, from these to faults and limits, and the numbers that decide."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What every engine can do, and the one place that maps the `engine` of a parameter file to a class."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os

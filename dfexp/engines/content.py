@@ -1,7 +1,5 @@
 """Whether a server that says it is well answers with sense: a broken batch gives HTTP 200, green health and garbage."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

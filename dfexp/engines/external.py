@@ -1,7 +1,5 @@
 """Servers that somebody else runs: any OpenAI-compatible URLs. They are never started, restarted or stopped."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Loopback never goes through a proxy of the environment, and redirects are not followed: they would carry the key away.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import time

@@ -1,7 +1,5 @@
 """The embedded engine: llama.cpp's own server in child processes of this machine, one model file, slots, metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -3,8 +3,6 @@
 On SIGTERM it waits until no request is in flight, and ends. It imports nothing of dfexp but the bare HTTP.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

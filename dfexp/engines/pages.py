@@ -3,8 +3,6 @@
 Pages are somebody else's: every field may be missing or of another type, and is then "not said".
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from dfexp.records import EngineSample, ServerLimits, TokenCounts

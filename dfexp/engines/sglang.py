@@ -1,7 +1,5 @@
 """SGLang servers as processes of this machine: one for each GPU or tensor-parallel group, with a random key."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The flags of a fleet's parameter file as arguments of one SGLang version, checked against the flags it has. Pure."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

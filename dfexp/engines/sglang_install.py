@@ -1,7 +1,5 @@
 """What the interpreter of a fleet has: SGLang, its flags, torch, and a CUDA toolkit to compile kernels with."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

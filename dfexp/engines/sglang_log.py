@@ -1,7 +1,5 @@
 """Why an SGLang server did not start, out of its own log, and what to change in the parameter file. Pure."""
 
-from __future__ import annotations
-
 import functools
 import re
 import textwrap

@@ -4,8 +4,6 @@ It runs there and is never imported, so it needs nothing but Python 3.10. What i
 to SGLang's own parser: no model is read and no GPU is used.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """What all servers with SGLang's flags, pages and log lines have in common, real or simulated."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from abc import abstractmethod

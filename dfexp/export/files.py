@@ -1,7 +1,5 @@
 """Files of training sets, record by record: Parquet, and JSON lines in ASCII, which no reader splits wrongly."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """One row of a run as one chat of a training set. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Launch a fleet, or find the one that runs."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """fleet.json: what is recorded of a fleet, who may change it, and which changes there are."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 from collections.abc import Iterator

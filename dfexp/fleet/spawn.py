@@ -4,8 +4,6 @@ Every process of a fleet carries a mark in its environment, inherited by whateve
 started a moment before its launcher was killed is found again, and so are workers whose parent died.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

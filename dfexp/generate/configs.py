@@ -1,7 +1,5 @@
 """The configurations in run.json that rows point to: with what each row was made."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

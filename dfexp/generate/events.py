@@ -1,7 +1,5 @@
 """events.jsonl: what happened to servers, disk and run, one record each."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

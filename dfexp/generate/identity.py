@@ -1,7 +1,5 @@
 """What rows have in common: the fields of every request, the fingerprint of the run, the configuration of a row."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -1,7 +1,5 @@
 """One server as a run sees it: its client, its room, and the watch that brings it back when it dies or hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

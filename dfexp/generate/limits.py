@@ -1,7 +1,5 @@
 """Which rows one start of a run does. Pure."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The command of `notify`: run at a stall and at the end, and unable to hurt the run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

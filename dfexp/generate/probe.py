@@ -4,8 +4,6 @@ Half as many again are tried as long as the server makes clearly more tokens a s
 waiting, a smaller one throughput, so a gain of a tenth is enough to go on; a step without it is measured twice.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 FIRST, MOST = 16, 1024

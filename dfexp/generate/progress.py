@@ -1,7 +1,5 @@
 """What a run did and how it goes on, as its status file shows it. Pure: times are passed in, by the run's clock."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """`dfexp fleet reconfigure`: through the run that uses the fleet, or directly where none does."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import tempfile

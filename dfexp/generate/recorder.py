@@ -1,7 +1,5 @@
 """Between the event loop and the disk: rows are gathered, written by a thread, and counted once they are safe."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ against them. When a server does not come up, answers garbage or is slower, ever
 settings back in the same way; so it is when it says other things than before, by what its own answers vary.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

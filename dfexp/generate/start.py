@@ -1,7 +1,5 @@
 """Begin a run, or join the one that is going on: the part that a cell or a command calls."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import subprocess

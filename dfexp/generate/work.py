@@ -1,7 +1,5 @@
 """The rows still to do: fresh ones in order, and those that wait for another try. Pure: the time is passed in."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass

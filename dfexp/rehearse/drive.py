@@ -1,7 +1,5 @@
 """One rehearsal through the real thing: fleet, generating process, client and journal, on simulated servers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -6,8 +6,6 @@ between two looks, and whoever looks slows down what holds the clock.
 Completions are counted in the client's rows. The run's second 0 is the first row's submission.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

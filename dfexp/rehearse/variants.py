@@ -1,7 +1,5 @@
 """What is rehearsed: a run file on simulated servers, or variants of it, each beside what operators saw."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil

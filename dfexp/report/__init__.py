@@ -4,8 +4,6 @@ Works while a run goes on, without samples of servers, and without rows. `load` 
 tables and leaves them in the run's report/; `series` has what figures show over time.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What is odd about the answers: how many are of each kind, what the export does with them, and a few of each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import inf
 

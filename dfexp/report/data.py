@@ -4,8 +4,6 @@ Of simulated servers all times are virtual seconds, which the fleet's clock.json
 are seconds since the Unix epoch. After a pause, in which no process of the run ran, they go on as if there was none.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """Tables on one aspect of a run each: servers, slots, answers, failures, events, settings, findings; and whole rows."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of shards without their texts, and some whole ones: drawn at random, of each flag, shortest, longest."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """The run in a few numbers, and those numbers beside the plan, the baselines and other runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite, isnan, nan, sqrt

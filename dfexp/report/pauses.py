@@ -1,7 +1,5 @@
 """When no process of a run ran: the time between two starts, or that a clock jumped over, is no time of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run did over time, and its rates in one window: each counts one thing, and the gaps between them are told."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 

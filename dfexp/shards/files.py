@@ -4,8 +4,6 @@ Both say what the sealed shards hold, so that opening a run reads none of them. 
 in the order of the numbers, so a person can read it and take a line out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

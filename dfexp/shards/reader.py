@@ -1,7 +1,5 @@
 """Reading a run's completions; the public functions need no lock and may run while the run writes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -4,8 +4,6 @@ With a manifest, that says which shards there are. Without one the shards say it
 to run from 0 without a gap, since nothing else could tell that one is missing.
 """
 
-from __future__ import annotations
-
 import filecmp
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What leaves a prompt out: its length, its language, and prompts that are there already."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Sequence

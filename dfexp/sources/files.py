@@ -1,7 +1,5 @@
 """Records of files and of data sets, one by one: JSON lines, Parquet, plain text, and what `datasets` loads."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import io

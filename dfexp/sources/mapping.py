@@ -1,7 +1,5 @@
 """What a record means: the prompts in it, whatever its fields are called."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """How many prompts of each source, and in which order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import floor
 

@@ -1,7 +1,5 @@
 """What became of the records of the sources: counts, examples, lengths, shared beginnings."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence

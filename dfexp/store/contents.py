@@ -9,8 +9,6 @@
 All but the record are put once and never replaced. The record is replaced by its owner alone, conditional on its ETag.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

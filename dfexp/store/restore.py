@@ -1,7 +1,5 @@
 """A run from its bucket alone: enough to go on from, and on request its rows."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Uploads beside a run: shards as they are sealed, failures in slices, the record. Nothing here is waited for."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Bucket and manifest compared both ways."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os

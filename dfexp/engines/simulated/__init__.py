@@ -3,8 +3,6 @@
 `core` is the pure model in virtual time, without a clock, sockets or randomness; `server` puts SGLang's HTTP before it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A client that keeps a number of requests in flight at each of several simulated servers, in virtual time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import islice

@@ -1,7 +1,5 @@
 """One server's scheduler: who is admitted, prefilled, decoded, retracted, and when."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from dataclasses import dataclass

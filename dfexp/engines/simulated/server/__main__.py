@@ -3,8 +3,6 @@
 FD is the listening socket at which the servers' own processes come in. It ends with the last of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The virtual clock of a folder's simulated servers."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

@@ -3,8 +3,6 @@
 Times are virtual seconds since all servers of the fleet served for the first time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b

@@ -4,8 +4,6 @@ A heap holds the time of each server's next event, and another the timers, so th
 server does next is asked only when the clock is about to move: SGLang too sees all that has come by then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -4,8 +4,6 @@ A client keeps a number of requests in flight. When one is answered, the clock s
 place; a client that does not send another is given up after a grace, which gets shorter each time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GRACE_S, LEAST_GRACE_S, GRACE_FALL = 0.2, 0.001, 0.8

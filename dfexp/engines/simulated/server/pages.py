@@ -4,8 +4,6 @@ The wording is in sglang.yaml; versions up to 0.5.13 follow the older one. Not i
 tokenizers and kernels, captures of CUDA graphs (which take no memory here), and metrics that nobody here reads.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """What one simulated server is: understood from the command line and the two private files that it is started with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

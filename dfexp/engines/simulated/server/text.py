@@ -3,8 +3,6 @@
 The simulated tokenizer has one token per started 4 bytes of UTF-8 of all contents, and 8 for each message.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
