@@ -31,10 +31,11 @@ class Command:
 
 
 def read_status(folder: RunFolder) -> dict[str, Any] | None:
-    """The last status that a generating process wrote, or None before the first."""
+    """The last status that a generating process wrote, or None before the first. `silent_s`: for how long none came."""
     try:
-        return read_json(folder.control / "status.json")
-    except (OSError, CorruptShardError):
+        status = read_json(folder.control / "status.json")
+        return {**status, "silent_s": time.time() - status["at"]} if "at" in status else status
+    except (OSError, CorruptShardError, TypeError):
         return None
 
 

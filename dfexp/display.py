@@ -68,8 +68,8 @@ def _conclude(folder: RunFolder, status: dict[str, Any] | None) -> dict[str, Any
     if status is None or status["state"] not in control.FINAL_STATES:
         where = livepage.counts(status) if status else "nothing reported yet"
         raise RunError(
-            f"the process of run {folder.name!r} is gone without having stopped, killed from outside ({where} when it"
-            f" last reported). Everything reported done is on disk. {resume}"
+            f"the process of run {folder.name!r} is gone without having stopped, killed from outside or on a full disk"
+            f" ({where} when it last reported). Everything reported done is on disk. {resume}"
         )
     left = status["asked"] - status["done"] - status["failed"]
     counts = f"{livepage.counts(status)}; {left:,} left; what is done is on disk"

@@ -12,7 +12,7 @@ _COLORS = {"ended": "#009E73", "failed": "#D55E00", "stopped": "#E69F00"}
 _BLUE = "#0072B2"
 _SEVERITIES = {"fault": ("#D55E00", "&#9650;"), "limit": (_BLUE, "&#9679;"), "note": ("#7F7F7F", "&#9675;")}
 _WIDTH, _HEIGHT = 240, 38
-_MOST_WORDS = 110
+_MOST_WORDS, _MOST_SILENT_S = 110, 15.0
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage")
 
 
@@ -36,6 +36,7 @@ def line(status: Mapping[str, Any] | None) -> str:
     away = [server for server in status["servers"] if server["state"] in ("down", "suspect", "quarantined")]
     if away and is_running:
         parts.append(f"{len(away)} of {len(status['servers'])} servers away ({away[0]['name']}: {away[0]['state']})")
+    parts += filter(None, (_disk(status),))
     if is_running and status["eta_s"] is not None:
         low, high = duration(status["eta_low_s"]), duration(status["eta_high_s"])
         parts.append(f"about {duration(status['eta_s'])}{_time(status)} left{_of_start(status)} ({low} to {high})")
@@ -64,7 +65,7 @@ def html(status: Mapping[str, Any] | None) -> str:
     parts = [_bar(status), _facts(status)]
     parts += [_finding(each) for each in status["findings"] if status["state"] == "running"]
     rollout = status.get("rollout") or {}
-    for said in filter(None, (status.get("reason"), status.get("disk_refuses"), rollout.get("text"))):
+    for said in filter(None, (status.get("reason"), _disk(status), rollout.get("text"))):
         parts.append(f"<div style='margin-top:6px'>{escaping.escape(str(said))}</div>")
     if status["servers"]:
         window = f"tok/s: last {duration(status['window_s'])}{_time(status)}"
@@ -78,6 +79,13 @@ def html(status: Mapping[str, Any] | None) -> str:
             shown = ", ".join(f"{escaping.escape(str(kind))} {count:,}" for kind, count in kinds.items())
             parts.append(f"<div style='margin-top:6px'><b>{title}:</b> {shown}</div>")
     return f'<div style="{FONT};max-width:960px">{"".join(parts)}</div>'
+
+
+def _disk(status: Mapping[str, Any]) -> str | None:
+    """What is wrong with the run's disk. A full one takes no status either: the last one gets old."""
+    is_silent = status["state"] in ("running", "draining") and status.get("silent_s", 0.0) > _MOST_SILENT_S
+    silence = f"nothing told for {duration(status['silent_s'])}: is its disk full?" if is_silent else None
+    return silence or status.get("disk_refuses")
 
 
 def _state(status: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from dfexp import errors, fleet, params
 from dfexp.errors import NotebookError, NotebookInputError, ParamsError, RunStopped
+from dfexp.jsonl import disk
 from dfexp.layout import FleetFolder, RunFolder, project_root
 from dfexp.params_errors import shown
 
@@ -149,19 +150,31 @@ def execute(
     folder.notebooks.mkdir(parents=True, exist_ok=True)
     with page.with_suffix(".log").open("wb") as log:
         servers = FleetFolder.named(root, spec.outputs, spec.fleet_name)
-        execution = _Execution(notebook, root, log, save=lambda: _save(notebook, page, servers))
+        execution = _Execution(notebook, root, log, save=lambda: _write(lambda: _save(notebook, page, servers), page))
         try:
             execution.wait(tick)
         finally:
             execution.kill()
-            page.write_text(_html(_save(notebook, page, servers)), encoding="utf-8")
+            refusal = _write(lambda: page.write_text(_html(_save(notebook, page, servers)), encoding="utf-8"), page)
     if execution.error == "RunStopped":
         raise RunStopped(execution.message)
     if execution.error:
         status = getattr(getattr(errors, execution.error, None), "exit_status", 1)
         kind = NotebookInputError if status == NotebookInputError.exit_status else NotebookError
-        raise kind(f"{name}.ipynb, {execution.message} More is in {page}")
+        raise kind(f"{name}.ipynb, {execution.message} {refusal or f'More is in {page}'}")
+    if refusal is not None:
+        raise refusal
     return page
+
+
+def _write(write: Callable[[], object], page: Path) -> errors.StorageError | None:
+    """What a disk that refuses a page says: it ends no cell, and hides nothing that a cell said."""
+    try:
+        with disk(f"write {page}"):
+            write()
+    except errors.StorageError as error:
+        return error
+    return None
 
 
 class _Execution:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ def test_a_damaged_status_or_command_is_as_good_as_none(folder: RunFolder) -> No
     assert control.living_process(folder) is None
     (folder.control / "1.command.json").write_bytes(b"nonsense")
     assert control.take_commands(folder, ProcessId.current()) == []
+
+
+def test_a_status_says_for_how_long_none_came_since(folder: RunFolder) -> None:
+    control.write_status(folder, {"state": "running", "at": time.time() - 60.0})
+    assert 60.0 <= (control.read_status(folder) or {})["silent_s"] < 90.0
+    (folder.control / "status.json").write_bytes(b'{"at": "noon"}')
+    assert control.read_status(folder) is None
 
 
 def test_a_foreign_folder_among_the_commands_disturbs_nobody(folder: RunFolder) -> None:

@@ -41,6 +41,16 @@ def test_a_line_has_the_servers_own_rate_where_they_tell_it_and_the_first_findin
     assert "client-limited" not in line(status("stopped", findings=[FINDING]))
 
 
+def test_a_disk_that_refuses_is_told_and_so_is_a_status_that_got_old_since_a_full_one_takes_none() -> None:
+    refused = status(disk_refuses="cannot append to x: No space left on device.")
+    old = status(silent_s=75.0)
+    for shown, words in ((refused, "cannot append to x"), (old, "nothing told for 1 min 15 s: is its disk full?")):
+        assert words in line(shown)
+        assert words in html(shown)
+    for fine in (status(silent_s=5.0), status("ended", silent_s=75.0)):
+        assert "disk" not in line(fine) + html(fine)
+
+
 def test_a_line_without_a_rate_yet_says_nothing_of_the_time_left() -> None:
     assert "left" not in line(status(eta_s=None, eta_low_s=None, eta_high_s=None))
 

@@ -16,7 +16,7 @@ import pytest
 
 from dfexp import fleet, notebook
 from dfexp.control import wait_until
-from dfexp.errors import NotebookError, NotebookInputError, RunStopped
+from dfexp.errors import NotebookError, NotebookInputError, RunStopped, StorageError
 from dfexp.layout import RunFolder
 from tests.finished_run import failure, row, write_run
 from tests.notebooks.support import (
@@ -85,6 +85,23 @@ def test_other_failures_name_cell_and_cause(root: Path, folder: RunFolder) -> No
         run(root, folder, "n")
     write_notebook(root, "n", "from dfexp.errors import FingerprintError\nraise FingerprintError('of other prompts.')")
     with pytest.raises(NotebookInputError, match=r"n.ipynb, cell \[3\] .*: of other prompts\."):
+        run(root, folder, "n")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_no_cell_and_hides_nothing_that_one_said(root: Path, folder: RunFolder) -> None:
+    """The copy is saved after each cell; it goes on all the same, and the refusal is told at the end."""
+    folder.notebooks.mkdir(parents=True)
+    (folder.notebooks / "n.ipynb").symlink_to("/dev/full")
+    write_notebook(root, "n", "1", "open('went_on', 'w').close()")
+    with pytest.raises(StorageError, match=r"cannot write .*n\.html: No space left on device\. Free space"):
+        run(root, folder, "n")
+    assert (root / "went_on").exists()
+    write_notebook(root, "n", "from dfexp.errors import RunStopped\nraise RunStopped('7 of 9 done')")
+    with pytest.raises(RunStopped, match=r"^7 of 9 done$"):
+        run(root, folder, "n")
+    write_notebook(root, "n", "1 / 0")
+    with pytest.raises(NotebookError, match=r"division by zero.* cannot write .*No space left on device"):
         run(root, folder, "n")
 
 
