@@ -104,7 +104,7 @@ class Overview:
             found = flags(answer.text, answer.finish_reason, answer.completion_tokens, thinking=thinking)
             self._traffic(server).judged(self._now(), is_garbage=GARBAGE in found)
             return answer.flags + found
-        return answer.flags
+        return (*answer.flags, "not_judged")  # it must not pass for one that was found good
 
     def sent(self, server: str, index: int) -> None:
         """A row goes to a server."""

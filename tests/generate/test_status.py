@@ -259,6 +259,11 @@ async def test_what_cannot_be_watched_is_told_once_and_raises_nothing(project: P
         overview.flags("b", replace(answer(8), text="!" * 48))  # not kept
         seen = overview.progress.servers["b"].watched(time.time())
         assert (seen["answers"], seen["garbage"]) == (1, 1)
+        unreadable: Any = 7
+        assert overview.flags("b", replace(answer(8), text=unreadable, flags=("no_usage",))) == (
+            "no_usage",
+            "not_judged",
+        )
         await overview.write("ended", [])
     told = [json.loads(line) for line in folder.events.read_text().splitlines()]
     assert [(each["event"], each["part"]) for each in told if each["part"] == "requests"] == [
