@@ -4,9 +4,8 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from dfexp.params_plan import Count, Group
+from dfexp.params_plan import Amount, Count, Group
 
-Seconds = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Speed = Literal["max"] | Annotated[float, Field(gt=0)]
 """Virtual seconds per real second, or as fast as the client can go."""
@@ -26,11 +25,11 @@ class FaultPart(Group):
 
     kind: Kind = Field(description="what happens: to the server, or, from status to never, to requests that arrive")
     server: int | None = Field(None, ge=0, description="index of the server, from 0; default: every one")
-    at_s: Seconds | None = Field(None, description="when it begins; default: as soon as all servers serve")
+    at_s: Amount | None = Field(None, description="when it begins; default: as soon as all servers serve")
     for_s: Annotated[float, Field(gt=0)] | None = Field(None, description="how long it lasts; default: for ever")
     factor: float = Field(5.0, gt=0, le=10_000, description="slow: factor on all times")
     status: int | None = Field(None, ge=200, le=599, description="HTTP status; default: 500, of health 503")
-    retry_after_s: Seconds | None = Field(None, description="status: the Retry-After that it comes with")
+    retry_after_s: Amount | None = Field(None, description="status: the Retry-After that it comes with")
     share: Share | None = Field(None, description="part of the requests, the same ones at every try; default: all")
     contains: Annotated[str, Field(min_length=1)] | None = Field(None, description="only requests with this text")
     times: Count | None = Field(None, description="most for each server; default: no limit, of oom_at_start 1")

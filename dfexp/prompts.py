@@ -14,8 +14,8 @@ from dfexp.jsonl import fsync_dir, parse_line, sha256_of, temporary_name, write_
 from dfexp.layout import RunFolder
 from dfexp.params import PromptsGroup
 from dfexp.records import Prompt
-from dfexp.sources import Reading as Reading
-from dfexp.sources import render as render
+from dfexp.sources.reading import Reading as Reading
+from dfexp.sources.report import render as render
 
 _TOGETHER = 500  # prompts that are written at once
 

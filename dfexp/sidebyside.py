@@ -38,16 +38,13 @@ class Terms:
     seed: int = 0
 
 
-def both_ways(
-    spec: RunSpec, changed: RunSpec, root: Path, tell: Callable[[str], None], terms: Terms | None = None
-) -> Verdict:
+def both_ways(spec: RunSpec, changed: RunSpec, root: Path, tell: Callable[[str], None], terms: Terms) -> Verdict:
     """Whether the model says other things with `changed` than with `spec`.
 
     Two fleets of one server each are launched and stopped, `<fleet>-reference` and then `<fleet>-changed`, so the GPU
     must be free. The reference answers twice, since its own noise is the yardstick. Seeds are not sent: every answer is
     a draw of its own. Raises ParamsError where nothing differs, FleetError, EngineStartError, PromptsError.
     """
-    terms = terms or Terms()
     changes = _changes(spec, changed)
     if not changes:
         raise ParamsError(

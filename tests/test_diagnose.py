@@ -382,7 +382,8 @@ def fleet(slow: float = 1.0, hung: bool = False, until_s: float = 900.0) -> list
 
     def change(simulator: Simulator, at_s: float) -> None:
         if at_s == 600:
-            simulator.slowness, simulator.hung = slow, hung
+            simulator.slow(slow)
+            simulator.hung = hung
 
     servers = []
     for nth in range(4):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dfexp.engines.pages import from_server_info
 from dfexp.metrics import from_log, from_log_line, from_metrics, stretches
 from dfexp.records import EngineSample
 
@@ -455,14 +454,6 @@ def test_ranks_in_a_log() -> None:
     assert [sample.num_running_reqs for sample in samples] == [3, 7, None, None, 6]
     assert [sample.full_token_usage for sample in samples] == [0.5, 0.5, None, None, 0.2]
     assert [sample.num_retracted_requests_total for sample in samples] == [None, None, 1, 2, 2]
-
-
-@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
-def test_the_cap_is_on_the_page_of_the_server(version: str) -> None:
-    info = json.loads((DATA / "sglang" / f"server_info_{version}.json").read_text())
-    expected = EngineSample(at=5.0, server="a", max_running_requests=16, max_total_num_tokens=20000)
-    assert from_server_info(info, at=5.0, server="a") == expected
-    assert from_server_info("<html>", at=5.0, server="a") == EngineSample(at=5.0, server="a")
 
 
 def test_a_sample_is_written_and_read() -> None:

@@ -71,7 +71,7 @@ def test_a_server_that_dies_ends_it_and_one_that_a_killed_comparison_left_is_use
 def test_two_equal_configurations_are_refused_before_anything_starts(tmp_path: Path) -> None:
     spec = params.load(DEMO, [f"outputs={tmp_path}"])
     with pytest.raises(ParamsError, match="both configurations are the same"):
-        sidebyside.both_ways(spec, spec, project_root(), print)
+        sidebyside.both_ways(spec, spec, project_root(), print, sidebyside.Terms())
     other = params.load(DEMO, [f"outputs={tmp_path}", "generation.top_k=3"])
     with pytest.raises(ParamsError, match=r"6 prompts say too little\. Give --prompts 20 or more"):
         sidebyside.both_ways(spec, other, project_root(), print, sidebyside.Terms(prompts=6))
@@ -83,7 +83,7 @@ def test_two_equal_configurations_are_refused_before_anything_starts(tmp_path: P
         params.load(DEMO, [f"outputs={tmp_path}", f"prompts.path={few}", f"generation.top_k={k}"]) for k in (3, 4)
     )
     with pytest.raises(ParamsError, match=r"1 prompts say too little\. Give --prompts 20 or more, and as many"):
-        sidebyside.both_ways(spec, other, project_root(), print)
+        sidebyside.both_ways(spec, other, project_root(), print, sidebyside.Terms())
     few.unlink()
     assert list(tmp_path.iterdir()) == []
 
@@ -92,7 +92,7 @@ def test_two_equal_configurations_are_refused_before_anything_starts(tmp_path: P
 def test_what_both_sides_are_given_is_no_change(tmp_path: Path, same: str) -> None:
     spec, other = (params.load(DEMO, [f"outputs={tmp_path}", *more]) for more in ([], [same]))
     with pytest.raises(ParamsError, match="both configurations are the same on one server and at one temperature"):
-        sidebyside.both_ways(spec, other, project_root(), print)
+        sidebyside.both_ways(spec, other, project_root(), print, sidebyside.Terms())
 
 
 def test_without_comparisons_there_is_nothing_to_show(tmp_path: Path) -> None:

@@ -46,13 +46,6 @@ def tokens_so_far(sample: EngineSample | None) -> TokenCounts | None:
     return TokenCounts(decoded or 0, (decoded or 0) + (prefilled or 0))
 
 
-def from_server_info(info: Any, *, at: float, server: str) -> EngineSample:
-    """SGLang's /server_info as a sample: the effective request cap, which no page of metrics tells, and the KV pool."""
-    said = limits_from(None, info)
-    cap, pool = said.max_running_requests, said.max_total_num_tokens
-    return EngineSample(at=at, server=server, max_running_requests=cap, max_total_num_tokens=pool)
-
-
 def _at(value: Any, *steps: str | int) -> Any:
     """The value at a path of keys and positions, None where there is none."""
     for step in steps:

@@ -13,11 +13,10 @@ from dfexp.capacity.plan_command import prepared_for
 from dfexp.capacity.planner import Setting
 from dfexp.errors import DfexpError, ParamsError
 from dfexp.params import Name, RunSpec, SglangServers, SimulatedFleet
-from dfexp.params_plan import Group
+from dfexp.params_plan import Amount, Group
 
 Part = dict[str, JsonValue]
-Number = Annotated[float, Field(ge=0)]
-Range = Number | Annotated[list[Number], Field(min_length=2, max_length=2)] | None
+Range = Amount | Annotated[list[Amount], Field(min_length=2, max_length=2)] | None
 
 SPARE = 1.3
 """Prompts for so many times the completions that are predicted, so that none are missing at the end."""

@@ -8,6 +8,7 @@ import pandas as pd
 from IPython.display import HTML
 
 from dfexp.diagnose import Finding, Planned, diagnose
+from dfexp.export.rows import split
 from dfexp.report.data import RunData, counted, flags_of
 from dfexp.report.overview import off_plan
 from dfexp.report.series import medians, occupied, server_rates, steady
@@ -177,7 +178,5 @@ def _said(role: str, words: Any) -> str:
 
 def split_thought(raw: str) -> tuple[str, str]:
     """The thought and the answer of a raw generation. A thought that never ends is all thought."""
-    head, ended, rest = raw.partition("</think>")
-    if ended or raw.lstrip().startswith("<think>"):
-        return head.strip().removeprefix("<think>").strip(), rest.strip()
-    return "", raw.strip()
+    thought, answer = split(raw)
+    return thought.strip(), answer.strip()

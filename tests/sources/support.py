@@ -8,7 +8,7 @@ from typing import Any
 
 from dfexp.params_prompts import PromptsGroup
 from dfexp.records import Prompt
-from dfexp.sources import Reading
+from dfexp.sources.reading import Reading
 
 DATA = Path(__file__).parents[1] / "data" / "prompts"
 

@@ -16,7 +16,7 @@ from dfexp.errors import PromptsError
 from dfexp.layout import RunFolder
 from dfexp.params_prompts import PromptsGroup
 from dfexp.prompts import freeze
-from dfexp.sources import render
+from dfexp.sources.report import render
 from tests.sources.support import DATA, read, report, said, write
 
 LONG = (

@@ -245,7 +245,7 @@ def test_an_abort_takes_a_queued_request_at_once_and_a_running_one_with_its_next
 
 def test_slowness_is_a_factor_on_every_time_and_a_hung_server_does_nothing() -> None:
     plain, slow_one = (at_once(config(tokens=100_000, cap=1), (10, 50, 60)) for _ in range(2))
-    slow_one.slowness = 3.0
+    slow_one.slow(3.0)
     assert run(slow_one)[-1].at_s == pytest.approx(3 * run(plain)[-1].at_s)
     hung = at_once(config(tokens=100_000, cap=1), (10, 50, 60))
     told = run(hung, until_s=1.0)
@@ -263,7 +263,7 @@ def test_slowness_is_a_factor_on_every_time_and_a_hung_server_does_nothing() -> 
 def test_slowness_begins_when_it_is_set_however_often_somebody_has_looked(looks: int) -> None:
     simulator = at_once(config(tokens=100_000, cap=4), (10, 5_000, 6_000), (10, 4_000, 6_000))
     told = [each for look in range(1, looks + 1) for each in simulator.advance(20.0 * look / looks)]
-    simulator.slowness = 4.0
+    simulator.slow(4.0)
     plain = events(run(at_once(config(tokens=100_000, cap=4), (10, 5_000, 6_000), (10, 4_000, 6_000))))[-1].at_s
     assert events(told + run(simulator))[-1].at_s == pytest.approx(20.0 + 4 * (plain - 20.0), rel=1e-3)
 

@@ -15,7 +15,7 @@ with the tokens in the KV pool, and its sum over steps has a closed form.
 
 `gauges(at_s)` and `counters` bear SGLang's own names, without `sglang:`. Gauges move when SGLang's do: at a prefill and
 at every 40th decode step; 30 s after the last they are 0. `generated(request_id)` and `pending_tokens()` are live.
-Faults: `slowness` is a factor on all times, and nothing moves while `hung` is set. `run_closed_loop` puts a client in
+Faults: `slow` sets a factor on all times, and nothing moves while `hung` is set. `run_closed_loop` puts a client in
 front of several servers.
 
 SGLang aborts a request that does not fit the KV pool even alone; `max_new` is lowered at submission so that there is

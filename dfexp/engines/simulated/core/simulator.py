@@ -130,13 +130,8 @@ class Simulator:
             heapify(self._running)
         self._cut()
 
-    @property
-    def slowness(self) -> float:
-        """Every batch takes so many times what the model says; one that is being prefilled keeps its time."""
-        return self._slowness
-
-    @slowness.setter
-    def slowness(self, factor: float) -> None:
+    def slow(self, factor: float) -> None:
+        """Let every batch take so many times what the model says; one that is being prefilled keeps its time."""
         self._slowness = factor
         self._cut()
 

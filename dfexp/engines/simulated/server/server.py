@@ -225,7 +225,7 @@ class Server:
         if part.kind == "hang":
             self.simulator.hung = on
         elif part.kind == "slow":
-            self.simulator.slowness = part.factor if on else 1.0
+            self.simulator.slow(part.factor if on else 1.0)
         else:
             self.health_status = part.answered_status if on else 200
         self.host.changed(self)
