@@ -109,6 +109,21 @@ async def test_a_run_that_forgets_a_row_never_says_that_it_has_ended(project: Pr
     assert project.counts(folder) == Counter(range(30))
 
 
+async def test_a_process_that_is_told_to_stop_ends_with_3_and_the_next_one_with_0(project: Project) -> None:
+    async with ScriptedServer(lambda body, n: chat(), delay_s=0.05) as server:
+        folder = await prepared(project, project.spec([server.url], 200))
+        async with running(project, folder) as process:
+            await project.until(folder, lambda status: status.get("done", 0) >= 10)
+            process.terminate()
+            code, _, err = await ended(process)
+        assert code == 3, err
+        assert 10 <= len(project.counts(folder)) < 200
+        async with running(project, folder) as process:
+            code, _, err = await ended(process)
+    assert code == 0, err
+    assert project.counts(folder) == Counter(range(200))
+
+
 @pytest.mark.slow
 async def test_on_a_disk_whose_flushes_take_seconds_the_run_goes_on_and_memory_is_bounded(project: Project) -> None:
     """Then it is killed in the middle of such a flush, and a usual disk finishes the run."""
