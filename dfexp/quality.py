@@ -35,6 +35,7 @@ MORE_MARKS = {
     "earlier_answers": "a prompt with answers in it, which this model did not give", "nul": "it holds a NUL character",
     "surrogates_repaired": "it held half of a character", "reseeded": "sent again with another seed",
     "reasoning_rejoined": "thought and answer came apart and were joined",
+    "not_judged": "the run could not look at it, and events.jsonl says why",
 }  # fmt: skip
 """Marks of rows that are in unless told otherwise."""
 KNOWN = MARKS | MORE_MARKS
