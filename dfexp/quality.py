@@ -18,7 +18,7 @@ MARKS = {
     "empty": "no text, or none after the thought",
     GARBAGE: "one piece over and over, or nothing for its tokens",
     "looping": "cut for its length while it said one thing over and over",
-    "repetitive": "most of it is said five times or more",
+    "repetitive": "too much of it is said five times or more",
     "unclosed_thought": "a thought without an end, which chat templates cannot write as the model said it",
     "unknown_end": "no usual reason for its end, so it may be cut anywhere",
     SIMULATED: "made by a simulated server, not by a model",

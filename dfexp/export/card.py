@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 
 import dfexp
+from dfexp.export.rows import Thinking
 from dfexp.quality import KNOWN
 
 if TYPE_CHECKING:
     from dfexp.export.sets import Made
 
 _SIZES = {1e3: "n<1K", 1e4: "1K<n<10K", 1e5: "10K<n<100K", 1e6: "100K<n<1M", 1e7: "1M<n<10M", 1e99: "n>10M"}
-_THOUGHTS = {
+_THOUGHTS: dict[Thinking, str] = {
     "inline": "Thoughts are inline: each answer is byte for byte what the model said.",
     "apart": "Thoughts are in `reasoning_content`, without the line breaks around them.",
     "dropped": "Thoughts were dropped: the answers are not all that the model said.",
@@ -41,17 +43,25 @@ def card(made: Made) -> str:
         "Finish reasons of good rows": dict(counts["Finish reasons"].most_common()),
         "Lengths of good rows": {name: _lengths(np.array(found)) for name, found in made.lengths.items()},
         "Sources": {str(source.get("path") or source): _source(source, made) for source in prompts["sources"]},
-        "Records of the sources without a usable prompt": prompts.get("dropped_by_reason", {}),
+        "Left out of the sources": prompts.get("dropped_by_reason", {}),
         **{f"Configuration {name}: {n:,} good rows": _config(run["configs"].get(name, {}))
            for name, n in counts["Configurations"].most_common()},
         "Made with": {"dfexp, exporting": dfexp.__version__, "dfexp, of the run": made_with, "run": run["run"],
                       "rejected": ", ".join(sorted(limits.rejected)), "share for validation": options.validation,
                       "tokens of an answer": f"{least} to {'any' if most is None else most}",
-                      "said five times": f"at most {limits.repeated:.0%}", "length_outlier": f"{limits.sigmas:g} sigmas"},
+                      "said five times": f"at most {limits.repeated:.0%}",
+                      "length_outlier": f"{limits.sigmas:g} sigmas"},
     }  # fmt: skip
     shown = (f"## {title}\n\n{_table(facts)}" for title, facts in sections.items() if facts)
     text = f"Prompts with the answers of a model. {_THOUGHTS[options.thinking]}"
     return "\n\n".join((_head(made), f"# {made.name}", text, *shown, _earlier(made))).rstrip() + "\n"
+
+
+def thinking_of(path: Path) -> Thinking | None:
+    """Where the thoughts of a set are, by the card beside it; None where that does not say."""
+    card_path = path.with_name("README.md")
+    text = card_path.read_text(encoding="utf-8", errors="replace") if card_path.exists() else ""
+    return next((name for name, words in _THOUGHTS.items() if words in text.partition("\n## ")[0]), None)
 
 
 def _head(made: Made) -> str:
@@ -82,7 +92,8 @@ def _lengths(found: Any) -> str:
 
 def _source(source: Mapping[str, Any], made: Made) -> str:
     licence = made.options.licenses.get(str(source.get("path")), "not given")
-    return f"{source.get('rows', '?')} records; licence: {licence}; SHA-256 {source.get('sha256') or 'not known'}"
+    found = f"{source.get('rows', '?')} records, {source.get('kept', '?')} prompts kept"
+    return f"{found}; licence: {licence}; SHA-256 {source.get('sha256') or 'not known'}"
 
 
 def _config(config: Mapping[str, Any]) -> dict[str, str]:

@@ -76,6 +76,8 @@ def read(path: Path, like: dict[str, Any], key: str, *, is_parquet: bool) -> Ite
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
+        if file.peek(4).startswith(b"PAR1"):
+            raise ValueError("it is Parquet")
         yield from (parse_line(path, number, line) for number, line in enumerate(file, 1))
 
 

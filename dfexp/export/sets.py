@@ -22,7 +22,7 @@ import numpy as np
 from dfexp import shards
 from dfexp.errors import ExportError, ParamsError
 from dfexp.export import files, rows
-from dfexp.export.card import card
+from dfexp.export.card import card, thinking_of
 from dfexp.export.rows import Thinking
 from dfexp.jsonl import disk, encode_line, fsync_dir, parse_line, read_json, temporary_name, write_atomic
 from dfexp.layout import RunFolder
@@ -72,7 +72,7 @@ class Made:
     options: Options
     files: dict[str, Path]
     written: Counter[str] = field(default_factory=Counter)
-    rows: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=lambda: Counter(done=0, good=0, rejected=0))
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     places: array[int] = field(default_factory=lambda: array("q"))
     lengths: dict[str, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
@@ -97,6 +97,8 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
     whole = options.merge and options.merge.with_name(options.merge.name.replace(".validation", "", 1))
     if whole and whole != options.merge and whole.exists():
         raise ParamsError(f"{options.merge} is for validation, and would be trained on. Name the whole set: {whole}.")
+    if (told := options.merge and thinking_of(options.merge)) not in (None, options.thinking):
+        raise ParamsError(f"{options.merge} has thoughts {told}, as its card says: use --thinking {told}.")
     made = Made(run=read_json(folder.run_json), options=options, files=_names(to))
     sources = {str(source.get("path")) for source in made.run["prompts"]["sources"]}
     if unknown := options.licenses.keys() - {"", *sources}:
@@ -105,7 +107,9 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
         if os.path.lexists(path):
             raise ExportError(f"{path} exists, and no file is ever replaced. Give another folder or name.")
     if away := shards.only_stored(folder.completions):
-        raise ExportError(f"{len(away):,} shards of {folder.path} are in its store alone: dfexp store restore --rows.")
+        raise ExportError(
+            f"{len(away):,} shards of {folder.path} are in its store alone: dfexp store restore {folder.name} --rows."
+        )
     with disk(f"write {to}"), contextlib.ExitStack() as undo, contextlib.ExitStack() as halves:
         _scan(folder, made)
         if not made.rows["good"]:

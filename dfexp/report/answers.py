@@ -43,6 +43,7 @@ def quality(data: RunData, group: QualityGroup) -> tuple[Table, Table]:
     note += f" the export judges all; it would take {good:,} of these {len(drawn):,}. A row can be of several kinds."
     bounds = f" length_outlier: not within {usual[0]:,.0f} to {usual[1]:,.0f} tokens." * (usual[1] < inf)
     note += f"{bounds} Not found: {', '.join(clean)}."
+    note += " Thresholds: the quality group of the parameter file, or options of dfexp export."
     shown = [
         {"kind": mark, "index": index, "server": row["server"], "finish reason": row["finish_reason"],
          "tokens": row["completion_tokens"], "answer": _excerpt(row["text"])}

@@ -88,7 +88,8 @@ def on_s3(data: RunData) -> tuple[int | None, str, str]:
     shards = manifest.shards if manifest else []
     words = f"of {len(shards):,} sealed, in bucket {group['bucket']}"
     if data.elsewhere:
-        words += f"; {data.elsewhere:,} rows are there alone, and in no other number here (dfexp store restore --rows)"
+        fix = f"dfexp store restore {data.folder.name} --rows"
+        words += f"; {data.elsewhere:,} rows are there alone, and in no other number here ({fix})"
     if any(one["event"] == "store_opened" and one.get("unconditional") for one in data.events):
         words += "; the store ignores If-None-Match, so each put was preceded by a look"
     if gone := [entry.name for entry in shards if "gone" in (entry.uploaded or {})]:

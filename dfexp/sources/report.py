@@ -72,7 +72,9 @@ class Measures:
 def render(report: Mapping[str, Any]) -> str:
     """A report for people."""
     lines = [f"{report['asked']:,} prompts"]
-    lines += [f"  {each['kept']:>11,} kept of {each['rows']:,} rows of {each['path']}" for each in report["sources"]]
+    for each in report["sources"]:
+        several = "" if each["prompts"] == each["rows"] else f"{each['prompts']:,} prompts in "
+        lines.append(f"  {each['kept']:>11,} kept of {several}{each['rows']:,} rows of {each['path']}")
     for each in report["mixture"]:
         lacking = (each["wanted"] or 0) - each["taken"]
         short = f", {lacking:,} FEWER than asked for" if lacking > 0 else ""

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from dfexp.errors import StoreError, StoreUnavailable
@@ -34,7 +35,9 @@ def prompts_into(bucket: Bucket, file: IO[bytes], sha256: str) -> None:
     """Read the prompts there into a file. Raises StoreError if they are missing, damaged or not those of `sha256`."""
     with tempfile.TemporaryFile() as packed:
         if bucket.fetch(PROMPTS, packed) is None:
-            raise StoreError(f"{bucket.url(PROMPTS)}: missing; upload it with dfexp store upload")
+            raise StoreError(
+                f"{bucket.url(PROMPTS)}: missing; upload it with dfexp store upload {Path(bucket.base).name}"
+            )
         digest = hashlib.sha256()
         packed.seek(0)
         try:
@@ -64,7 +67,7 @@ def verify(folder: RunFolder, group: StoreGroup) -> Verdict:
     good = [entry for entry, fault in zip(shards, faults, strict=True) if not fault]
     problems = [fault for fault in faults if fault]
     problems += [f"{bucket.url(name)}: foreign" for name in contents.foreign(found, [entry.name for entry in shards])]
-    gone = found.listed.keys() - {entry.name for entry in shards}
+    gone = sorted(found.listed.keys() - {entry.name for entry in shards})
     problems += [f"{bucket.url(COMPLETIONS + name)}: not in this folder: another machine has gone on" for name in gone]
     problems += [*_prompts(bucket, run), *_failures(bucket, found, folder)]
     return Verdict(url=bucket.url(), shards=len(good), bytes=sum(entry.bytes for entry in good), problems=problems)
@@ -75,7 +78,8 @@ def _difference(bucket: Bucket, found: Contents, folder: RunFolder, entry: Shard
     name = COMPLETIONS + entry.name
     if name not in found.sizes:
         is_here = (folder.completions / entry.name).exists()
-        fix = "upload it with dfexp store upload" if is_here else "this folder lacks it too. Restore it in the bucket"
+        fix = "this folder lacks it too. Restore it in the bucket"
+        fix = f"upload it with dfexp store upload {folder.name}" if is_here else fix
         return f"{bucket.url(name)}: missing; {fix}"
     if found.sizes[name] != entry.bytes:
         return f"{bucket.url(name)}: {found.sizes[name]:,} bytes, the manifest has {entry.bytes:,}"
@@ -100,8 +104,8 @@ def _failures(bucket: Bucket, found: Contents, folder: RunFolder) -> Iterator[st
     for name, size in found.parts.items():
         here, at = text[at : at + size], at + size
         if name not in found.sizes:
-            yield f"{bucket.url(name)}: missing; upload it with dfexp store upload"
+            yield f"{bucket.url(name)}: missing; upload it with dfexp store upload {folder.name}"
         elif bucket.sha256_of(name) != hashlib.sha256(here).hexdigest():
             yield f"{bucket.url(name)}: is not that part of failures.jsonl"
     if at < len(text):
-        yield f"{len(text) - at:,} bytes of failures.jsonl are not uploaded: dfexp store upload"
+        yield f"{len(text) - at:,} bytes of failures.jsonl are not uploaded: dfexp store upload {folder.name}"

@@ -66,7 +66,7 @@ def test_rows_come_by_index_from_sealed_shards_and_the_open_one(tmp_path: Path) 
     assert [line["id"] for line in lines(tmp_path / "set.jsonl")] == [f"demo-{index}" for index in sorted(order)]
     assert (made.rows["done"], made.rows["good"], made.counts["Failed"]) == (7, 7, {"prompt_too_long": 1})
     card = (tmp_path / "README.md").read_text()
-    assert "| still to be done | 1 |" in card
+    assert "| done | 7 |\n| good | 7 |\n| rejected | 0 |\n| failed | 1 |\n| still to be done | 1 |" in card
     assert made_from(folder, tmp_path / "later" / "set.jsonl").written == {"train": 7}
     assert (tmp_path / "later" / "set.jsonl").read_bytes() == (tmp_path / "set.jsonl").read_bytes()
 
@@ -203,6 +203,24 @@ def test_another_run_of_the_same_name_cannot_clash(tmp_path: Path) -> None:
     assert [line["id"] for line in lines(to)] == ["demo-0", "demo-1", "second-0", "second-1"]
 
 
+def test_a_set_with_its_thoughts_elsewhere_is_not_merged_though_its_rows_look_alike(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [row(0, text=THOUGHT)])
+    old = made_from(folder, tmp_path / "a" / "set.jsonl").files["train"]
+    with pytest.raises(ParamsError, match="has thoughts inline, as its card says: use --thinking inline"):
+        made_from(folder, tmp_path / "b" / "set.jsonl", merge=old, name="more", thinking="dropped")
+    (tmp_path / "a" / "README.md").unlink()
+    made_from(folder, tmp_path / "b" / "set.jsonl", merge=old, name="more", thinking="dropped")
+
+
+def test_a_parquet_set_is_called_so_where_lines_are_wanted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [row(0)])
+    old = made_from(folder, tmp_path / "a" / "set.parquet").files["train"]
+    with pytest.raises(
+        ExportError, match=r"set\.parquet: it is Parquet\. Name a set that dfexp exported in this format"
+    ):
+        made_from(folder, tmp_path / "b" / "set.jsonl", merge=old)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -293,7 +311,7 @@ def test_the_card_says_where_everything_comes_from(tmp_path: Path) -> None:
     folder = write_run(tmp_path, [row(0), row(1, config_id="c1", text=""), row(2, config_id="c1")], [failure(3)])
     run = json.loads(folder.run_json.read_text())
     run["configs"]["c1"] = config
-    run["prompts"]["sources"] = [{"path": "a|b.jsonl", "sha256": "ff00", "rows": 5}]
+    run["prompts"]["sources"] = [{"path": "a|b.jsonl", "sha256": "ff00", "rows": 5, "kept": 7}]
     folder.run_json.write_text(json.dumps(run))
     licenses = {"": "apache-2.0", "a|b.jsonl": "cc-by-4.0"}
     made_from(folder, tmp_path / "set.jsonl", licenses=licenses, name="mine")
@@ -309,7 +327,8 @@ def test_the_card_says_where_everything_comes_from(tmp_path: Path) -> None:
     }
     for words in (
         "# mine", "| `set.jsonl` | 2 rows (train) |", "| rejected | 1 |", "| empty: no text", "| prompt_too_long | 1 |",
-        "| a\\|b.jsonl | 5 records; licence: cc-by-4.0; SHA-256 ff00 |", "| completion_tokens | mean 10, median 10",
+        "| a\\|b.jsonl | 5 records, 7 prompts kept; licence: cc-by-4.0; SHA-256 ff00 |",
+            "| completion_tokens | mean 10, median 10",
         "## Configuration c1: 1 good rows", "| engine_version | `sglang 0.5.12` |", '`{"mamba_strategy": "no_buffer"}`',
         "| sampling | `{\"temperature\": 0.7}` |", "| dfexp, of the run | 0.1.0 |", "| run | demo |",
     ):  # fmt: skip
@@ -376,7 +395,7 @@ def test_the_thresholds_of_the_runs_file_hold_and_options_win(
         ["rows: 105 done, 104 good, 1 rejected", f"{reasons}1 too_long"],
     ]  # fmt: skip
     card = Path("a/README.md").read_text()
-    assert "| repetitive: most of it is said five times or more | 2 |" in card
+    assert "| repetitive: too much of it is said five times or more | 2 |" in card
     assert "| said five times | at most 10% |" in card
 
 

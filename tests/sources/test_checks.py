@@ -173,4 +173,7 @@ def test_a_report_for_people_has_every_number(tmp_path: Path) -> None:
     assert "1 kept of 3 rows of a.jsonl" in lines[1]
     assert lines[3].strip() == "1 taken of 1 kept of a.jsonl, 4 FEWER than asked for"
     assert "left out: 2" in lines
+    chat = {"messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat))
+    assert "2 kept of 2 prompts in 1 rows of chat.jsonl" in render(report(tmp_path, path="chat.jsonl", turns="each"))
     assert any("1 repeated prompt" in line for line in lines)

@@ -179,8 +179,8 @@ def test_verify_finds_differences_both_ways(place: Place, run: Run) -> None:
     assert found[1].startswith("completions/completions_000001.jsonl: 5 bytes, the manifest has")
     assert found[2].startswith("completions/completions_000002.jsonl: SHA-256")
     assert found[3] == "completions/completions_000009.jsonl: foreign"
-    assert found[4].startswith("prompts.jsonl.gz: missing")
-    assert found[5] == "12 bytes of failures.jsonl are not uploaded: dfexp store upload"
+    assert found[4] == "prompts.jsonl.gz: missing; upload it with dfexp store upload r"
+    assert found[5] == "12 bytes of failures.jsonl are not uploaded: dfexp store upload r"
     assert len(found) == 6
 
 

@@ -476,7 +476,7 @@ def test_a_slice_of_failures_that_the_bucket_lost_is_told_and_put_again(
     before = place.read(key)
     place.s3.delete_object(Bucket=place.name, Key=key)
     assert verify(run.folder, place.group()).problems == [
-        f"s3://{place.name}/{key}: missing; upload it with dfexp store upload"
+        f"s3://{place.name}/{key}: missing; upload it with dfexp store upload r"
     ]
     with pytest.raises(StoreError, match=rf"failures_{lost:06d}.jsonl is missing"):
         restore("r", place.group(), tmp_path / "two")
