@@ -1,6 +1,8 @@
 """What a person watches: the servers of a fleet, and a run in one display whose interrupts become stops."""
 
+import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -57,8 +59,17 @@ def watch(folder: RunFolder, seen: Sequence[int], *, interval_s: float = 1.0) ->
         for verb in (control.STOP, control.STOP_NOW)[passed_on : len(seen)]:
             with suppress(ControlError):  # it has just ended, which the next look shows
                 control.send(folder, verb, reason="the notebook was interrupted")
+                _tell_the_terminal(folder)
             passed_on += 1
         control.wait_until(lambda known=passed_on: len(seen) > known, interval_s, step_s=0.1)  # type: ignore[misc]
+
+
+def _tell_the_terminal(folder: RunFolder) -> None:
+    """How to go on, at once: papermill gives a kernel that was interrupted a few seconds, and a drain takes minutes."""
+    words = f"run {folder.name!r} drains and stops; what is done is on disk. Look in: dfexp status {folder.name}."
+    words += f" To go on: `dfexp resume {folder.name}`, once it has stopped."
+    with suppress(OSError):  # a stderr that is no file; a kernel's has the one that it began with
+        os.write(sys.stderr.fileno(), f"\ndfexp: {words}\n".encode())
 
 
 def _conclude(folder: RunFolder, status: dict[str, Any] | None) -> dict[str, Any]:

@@ -151,6 +151,29 @@ def test_papermill_that_is_interrupted_ends_with_an_error_that_says_how_to_resum
 
 
 @pytest.mark.slow
+async def test_papermill_that_is_interrupted_says_how_to_go_on_though_answers_take_longer_than_it_waits(
+    project: Project,
+) -> None:
+    """It gives its kernel five seconds; the run drains for as long as it may."""
+    place = project.root
+    async with ScriptedServer(lambda body, n: Hang() if n >= 20 else chat()) as server:
+        spec = project.spec([server.url], 50, drain_s=600.0)
+        tree = spec.model_dump(mode="json", exclude_unset=True)
+        (place / "params" / "run.yaml").write_text(yaml.safe_dump(tree))
+        folder = generate.run_folder(spec, place)
+        with papermill(place) as command:
+            assert await asyncio.to_thread(control.wait_until, lambda: done(folder) >= 5, 90)
+            command.send_signal(signal.SIGINT)
+            _, err = await asyncio.to_thread(command.communicate, timeout=90)
+        assert command.returncode not in (0, None), err
+        assert "run 'r' drains and stops" in err
+        assert "To go on: `dfexp resume r`, once it has stopped." in err
+        assert (control.read_status(folder) or {})["state"] == "draining"
+        generate.stop(folder, reason="the test is over", now=True)
+        assert (await project.end(folder))["state"] == "stopped"
+
+
+@pytest.mark.slow
 def test_papermill_that_is_terminated_says_how_to_resume_and_its_run_stops(place: Path) -> None:
     spec, folder = written(place, LONG, progress_interval_s=1.0)
     the_fleet, _ = fleet.up(spec, place)
