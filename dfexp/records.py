@@ -3,11 +3,9 @@
 Times are seconds since the Unix epoch (`*_at`) or seconds (`*_s`); token counts come from the engine, never from text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 SIMULATED = "simulated"
 """The engine, and the flag of its rows, by which a training set can refuse them."""
@@ -162,7 +160,7 @@ class EngineSample:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> EngineSample:
+    def from_json(cls, line: Mapping[str, Any]) -> Self:
         """A line as it was read; what only newer versions know is passed over. Raises TypeError without at, server."""
         return cls(**{known.name: line[known.name] for known in fields(cls) if known.name in line})
 

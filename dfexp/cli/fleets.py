@@ -40,9 +40,8 @@ def reconfigure(args: argparse.Namespace) -> int:
     """`dfexp fleet reconfigure PARAMS`: give servers the settings in the file one by one, also under a run."""
     from dfexp.generate.reconfigure import reconfigure as change  # here, since it takes openai, which is slow to import
 
-    canary_s = 0.0 if args.no_canary else args.canary_s
-    terms = {"canary_s": canary_s, "least_speed": args.least_speed, "drain_s": args.drain_s}
-    terms["answers"] = 0 if args.no_canary else args.answers
+    terms = {name: getattr(args, name) for name in ("canary_s", "least_speed", "answers", "drain_s")}
+    terms |= {"canary_s": 0.0, "answers": 0} if args.no_canary else {}
     return EXIT_OK if change(params.load(args.params, args.set), project_root(), say, **terms) else EXIT_FAILED
 
 

@@ -1,7 +1,5 @@
 """One run's place in a bucket: conditional puts with a checksum, reads that are checked, and what is worth a retry."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import random
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import boto3
 from botocore.config import Config
@@ -29,9 +27,6 @@ from dfexp.errors import StoreConflict, StoreError, StoreTaken, StoreUnavailable
 from dfexp.jsonl import disk
 from dfexp.params import StoreGroup
 from dfexp.params_errors import hide_secrets
-
-if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
 
 PROBE = ".probe-"
 _PIECE_BYTES, _MOST_WAIT_S = 2**20, 30.0
@@ -104,7 +99,7 @@ class Bucket:
                 s3={"addressing_style": "path" if group.path_style else "auto"},
             )  # fmt: skip
             where = {"endpoint_url": group.endpoint_url, "region_name": group.region}
-            self._s3: S3Client = session.client("s3", config=config, **where)  # type: ignore[call-overload]
+            self._s3: Any = session.client("s3", config=config, **where)  # type: ignore[call-overload]
         except (BotoCoreError, ValueError) as error:
             raise self._translated(error, "use a store") from None
 
