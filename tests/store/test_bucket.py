@@ -161,7 +161,7 @@ def test_an_odd_answer_to_a_replacement_is_told_in_words(fault: str, words: str,
     first = Bucket(place.group(), "r").replace("m", b"one", sha256(b"one"), None)
     hit = ("PUT", "HEAD") if fault == "redirect" else ("PUT",)
     with Proxy(place.url, lambda method, path, before: fault if method in hit else None) as proxy:
-        bucket = Bucket(place.group(endpoint_url=proxy.url), "r", limit_s=0.5)
+        bucket = Bucket(place.group(endpoint_url=proxy.url), "r", limit_s=10.0 if fault == "redirect" else 0.5)
         with pytest.raises(StoreError, match=words):
             bucket.replace("m", b"two", sha256(b"two"), first)
     assert place.read("expansion/r/m") == b"one"
