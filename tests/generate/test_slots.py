@@ -16,7 +16,7 @@ from dfexp.generate.lane import Lane
 from dfexp.params import GenerationGroup, SimulatedFleet
 from dfexp.records import ServerLimits
 from tests.generate.conftest import Project
-from tests.scripted_server import ScriptedServer, chat
+from tests.scripted_server import Hang, ScriptedServer, chat
 
 
 def asked(body: dict[str, Any]) -> str:
@@ -87,6 +87,28 @@ async def test_the_first_requests_come_one_after_the_other(project: Project) -> 
 
     async with ScriptedServer(lambda b, n: answer() if asked(b).startswith("question") else chat()) as server:
         await project.run(project.spec([server.url], 250, concurrency=200))
+    for start in came[:150]:
+        assert sum(start <= each < start + 0.1 for each in came[:150]) < 100, "no herd"
+
+
+async def test_a_server_that_comes_back_gets_them_so_again(project: Project) -> None:
+    came: list[float] = []
+
+    async def answer() -> dict[str, Any]:
+        came.append(time.monotonic())
+        await asyncio.sleep(0.5)
+        return chat()
+
+    def script(body: dict[str, Any], n: int) -> Any:
+        return answer() if asked(body).startswith("question") else chat()
+
+    async with ScriptedServer(lambda body, n: Hang() if n > 300 else chat()) as server:
+        folder = await project.start(project.spec([server.url], 700, concurrency=200))
+        await project.until(folder, lambda status: status["in_flight"] == 200)
+    await project.until(folder, lambda status: status["servers"][0]["state"] == "down")
+    async with ScriptedServer(script, port=server.port):
+        status = await project.end(folder)
+    assert (status["state"], status["done"]) == ("ended", 700)
     for start in came[:150]:
         assert sum(start <= each < start + 0.1 for each in came[:150]) < 100, "no herd"
 
