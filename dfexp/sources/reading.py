@@ -75,6 +75,8 @@ class Reading:
         """A set whose prompts must not come again: a file, or a run's folder or name."""
         places = (self._root / Path(given).expanduser(), self._root / "outputs" / given)
         run = next((str(path) for place in places if (path := place / "prompts.jsonl").is_file()), None)
+        if run is None and not places[0].exists():
+            raise PromptsError(f"prompts.duplicates.not_in: {given!r} is no file, and no run with prompts. Check it.")
         keys: dict[str, Any] = {} if run else {key: getattr(self._group, key) for key in _MEANING}
         other = Reading(PromptsGroup(path=run or given, system=self._group.system, **keys), self._root)
         for part in other._parts:
