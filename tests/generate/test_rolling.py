@@ -294,6 +294,23 @@ async def test_a_stuck_scheduler_behind_a_green_health_page_is_restarted(rolled:
 
 
 @pytest.mark.slow
+async def test_a_frozen_server_is_found_by_its_silence_and_started_again(rolled: Rolled) -> None:
+    """Its process lives, its port takes connections, and nothing ever answers."""
+    folder = await rolled.start(rolled.spec())
+    await rolled.project.until(folder, lambda s: s.get("done", 0) > 20)
+    victim = rolled.fleet().servers[0]
+    os.kill(victim.pid, signal.SIGSTOP)
+    seen = await asyncio.to_thread(control.wait_until, lambda: "server_back" in rolled.project.events(folder), 150.0)
+    assert seen, rolled.project.events(folder)
+    assert event(folder, "server_down")["server"] == victim.name
+    assert "looks at its /ping without an answer" in event(folder, "server_down")["detail"]
+    await rolled.stop(folder)
+    rows = rolled.project.rows(folder)
+    assert len({row["index"] for row in rows}) == len(rows)
+    assert {row["attempt"] for row in rows} == {1}, "rows at a frozen server are not to blame"
+
+
+@pytest.mark.slow
 async def test_a_server_that_keeps_dying_is_quarantined_and_tried_again(rolled: Rolled) -> None:
     spec = rolled.spec(servers=1)
     the_fleet, _ = await asyncio.to_thread(fleet.up, spec, rolled.root)
