@@ -109,8 +109,8 @@ def test_what_a_run_or_a_file_has_is_left_out(tmp_path: Path) -> None:
         assert said(tmp_path, **keys) == ["d", LONG + " again"]
     keys["duplicates"] = {"not_in": ["old", "more.jsonl"], "near": 0.7}
     assert said(tmp_path, **keys) == ["d"]
-    with pytest.raises(PromptsError, match=r"prompts: 'none': there is no file"):
     with pytest.raises(PromptsError, match=r"not_in: 'none' is no file, and no run with prompts"):
+        read(tmp_path, path="p.jsonl", duplicates={"not_in": "none"})
 
 
 def test_signs_are_words_too(tmp_path: Path) -> None:
