@@ -134,18 +134,24 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     with disk(f"write {path}"):
         try:
             temporary.unlink(missing_ok=True)  # left by a killed process of the same number, perhaps with another mode
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            try:
-                write_all(fd, data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            write_new(temporary, [data], mode=mode)
             os.replace(temporary, path)
             fsync_dir(path.parent)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
+
+
+def write_new(path: Path, parts: Iterable[bytes], *, mode: int = 0o644) -> None:
+    """Write a file that must not exist yet; its bytes are safe when this returns. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        for part in parts:
+            write_all(fd, part)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def temporary_name(path: Path) -> Path:

@@ -4,13 +4,12 @@ import contextlib
 import itertools
 import os
 from array import array
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dfexp.errors import CorruptShardError, FingerprintError, StorageError
-from dfexp.jsonl import fsync_dir, parse_line, sha256_of, temporary_name, write_all, write_json
+from dfexp.jsonl import fsync_dir, parse_line, sha256_of, temporary_name, write_json, write_new
 from dfexp.layout import RunFolder
 from dfexp.params import PromptsGroup
 from dfexp.records import Prompt
@@ -69,7 +68,8 @@ def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
         folder.path.mkdir(parents=True, exist_ok=True)
         for left in folder.path.glob(".prompts*.tmp"):
             left.unlink()
-        _write(temporary, reading.lines(folder.path))
+        lines = reading.lines(folder.path)
+        write_new(temporary, iter(lambda: b"".join(itertools.islice(lines, _TOGETHER)), b""))
         sha256 = sha256_of(temporary)
         if path.exists() and (there := sha256_of(path)) != sha256:
             raise FingerprintError(f"{path} holds other prompts (SHA-256 {there}), left as it is. Rename the run.")
@@ -82,17 +82,6 @@ def freeze(group: PromptsGroup, root: Path, folder: RunFolder) -> Frozen:
         with contextlib.suppress(OSError):
             temporary.unlink()
     return Frozen(sha256=sha256, **{each.name: report[each.name] for each in fields(Frozen) if each.name != "sha256"})
-
-
-def _write(path: Path, lines: Iterator[bytes]) -> None:
-    """Write lines to a new file, safe when this returns."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        while together := b"".join(itertools.islice(lines, _TOGETHER)):
-            write_all(fd, together)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class FrozenPrompts(contextlib.AbstractContextManager["FrozenPrompts"]):

@@ -3,15 +3,13 @@
 Methods named `..._locked` are for whoever is `changing` the folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import SecretStr
 
@@ -170,7 +168,7 @@ class Fleet:
         """Whether server `name`, which is starting, never will serve: its process is gone, or its log says so."""
         return not self.is_process_alive(name) or self.engine.has_failed(start_log(self.server(name)))
 
-    def restart(self, name: str) -> Fleet:
+    def restart(self, name: str) -> Self:
         """Kill what is left of server `name` and start it again on the same address, without waiting.
 
         Raises FleetError for a server that somebody else runs or a fleet that was stopped, EngineStartError.

@@ -161,8 +161,9 @@ class Loop:
                 self._look_after_the_fleet()
                 self._feed()
                 self._show()
+                is_filling = any(lane.is_filling(time.monotonic()) for lane in self._lanes)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._tick_s())
+                    await asyncio.wait_for(self._wake.wait(), _FILLING_TICK_S if is_filling else TICK_S)
                 self._wake.clear()
             state, reason = await self._finish(recorder)
             shards = self._s.shards
@@ -188,10 +189,6 @@ class Loop:
             # A disk that refuses the last answers is waited for, like one that refuses any others.
             return self._state != "running" or (not self._queue and not self._recorder.backlog)
         return self._drain_until is not None and time.monotonic() >= self._drain_until
-
-    def _tick_s(self) -> float:
-        """How long to wait for something to happen."""
-        return _FILLING_TICK_S if any(lane.is_filling(time.monotonic()) for lane in self._lanes) else TICK_S
 
     def _feed(self) -> None:
         """Give every server what it has room for: empty slots come before the few that wait at each server.

@@ -115,10 +115,6 @@ class Progress:
         if answer.completion_tokens is not None:
             self.lengths[_about(answer.completion_tokens)] += 1
 
-    def failed(self) -> None:
-        """Count one row that will not succeed."""
-        self.failures += 1
-
     def estimates(
         self, now: float, *, left: int, later: int = 0, limit: float | None,
         samples: Mapping[str, Sequence[EngineSample]], gone: Collection[str] = (), alone_tok_per_s: float | None = None,

@@ -167,7 +167,7 @@ class Serving:
 
     def _give_up(self, lane: Lane, job: Job, prompt: Prompt, kind: str, words: str) -> None:
         """A row has failed for good."""
-        self._overview.progress.failed()
+        self._overview.progress.failures += 1
         self._rejected.pop(job.index, None)
         failure = Failure(
             index=job.index, id=prompt.id, kind=kind, message=scrub(words, self._s.fleet.key), attempts=job.attempt,
