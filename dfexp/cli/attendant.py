@@ -189,7 +189,7 @@ class Attendant:
         try:
             generate.stop(self._folder, reason="dfexp run was told to stop", now=self._obeyed > 1)
         except ControlError:
-            raise RunStopped(f"stopped while no process made rows. Go on with: dfexp resume {self._folder.name}") from None
+            raise RunStopped(f"stopped while nothing made rows. Go on with: dfexp resume {self._folder.name}") from None
         if self._obeyed > 2:
             raise RunStopped(f"left at once. Rows reported done are safe. Go on with: dfexp resume {self._folder.name}")
         say("stopping: requests in flight may finish; once more cuts them off")
