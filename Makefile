@@ -13,6 +13,7 @@ SET_UP := @"$(PYTHON)" tools/environment.py
 BIN := .venv/bin
 VERSIONS := 0.5.12
 NOT_FULL := -m "not full"
+AT_ONCE := -n 2 --dist loadfile # most tests wait for servers, so that two at once take little more than half the time
 
 .NOTPARALLEL:
 .PHONY: help demo demo-sglang lab test test-fast test-full test-openai-oldest test-sglang check format check-sglang-resolution
@@ -37,10 +38,10 @@ lab: setup ## the notebooks in JupyterLab
 		--LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
 
 test: check test-openai-oldest chromium ## every test that needs no network, no GPU and no SGLang
-	$(BIN)/python -m pytest --ignore=tests/sglang $(NOT_FULL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sglang $(AT_ONCE) $(NOT_FULL) $(PYTEST_ARGS)
 
 test-fast: dev ## the tests that take under ten seconds each, in under two minutes
-	$(BIN)/python -m pytest --ignore=tests/sglang -m "not slow and not full" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/sglang $(AT_ONCE) -m "not slow and not full" $(PYTEST_ARGS)
 
 test-full: VERSIONS := 0.5.12 0.5.23
 test-full: NOT_FULL :=
@@ -54,7 +55,7 @@ test-sglang: dev ## real SGLang servers on the CPU, of each of VERSIONS="0.5.12 
 test-openai-oldest: dev ## the client and the run against the oldest openai that is supported
 	@venv=$$("$(PYTHON)" tools/environment.py oldest) && \
 		echo "tests with $$("$$venv/bin/python" -c 'import openai; print("openai", openai.__version__)')" && \
-		PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m pytest -q -m "not slow" -p no:cacheprovider \
+		PYTHONPATH="$(CURDIR)" "$$venv/bin/python" -m pytest -q $(AT_ONCE) -m "not slow" -p no:cacheprovider \
 			tests/test_client.py tests/generate
 
 check: dev ## format, lint and types
