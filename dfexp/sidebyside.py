@@ -20,7 +20,7 @@ from dfexp.fleet import up
 from dfexp.fleet.record import NOT_OF_SERVERS, flat
 from dfexp.generate.identity import request_fields
 from dfexp.jsonl import AppendLog, read_log
-from dfexp.params import ExternalFleet, RunSpec
+from dfexp.params import ExternalFleet, RunSpec, StoreGroup
 from dfexp.records import Answer, Prompt
 from dfexp.tables import Table, labelled
 
@@ -142,7 +142,9 @@ def _served(
     """The answers of one server with these settings, so many times."""
     one: dict[str, Any] = {"name": f"{spec.fleet_name}-{side}"}
     one |= {"urls": spec.fleet.urls[:1]} if isinstance(spec.fleet, ExternalFleet) else {"servers": 1}
-    the_fleet, _ = up(spec.model_copy(update={"fleet": spec.fleet.model_copy(update=one)}), root)
+    # No store: nothing is uploaded, so that of the run has no say.
+    alone = {"fleet": spec.fleet.model_copy(update=one), "store": StoreGroup()}
+    the_fleet, _ = up(spec.model_copy(update=alone), root)
     try:
         the_fleet.wait_ready(spec.fleet.start_timeout_s, tell)
         server, said = the_fleet.servers[0], list[Said]()

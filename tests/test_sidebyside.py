@@ -26,7 +26,8 @@ def test_what_a_setting_changes_is_found_told_kept_and_shown(
 ) -> None:
     outputs = f"outputs={tmp_path}"
     penalty = 'generation.extra_body={"repeat_penalty": 1.8}'
-    code = main(["equivalence", str(DEMO), "--set", outputs, "--with", penalty, *SMALL])
+    store = "store={bucket: nowhere, endpoint_url: 'http://127.0.0.1:9'}"  # has no say, since nothing is uploaded
+    code = main(["equivalence", str(DEMO), "--set", outputs, "--set", store, "--with", penalty, *SMALL])
     said = capsys.readouterr().out
     assert "reference, pass 2 of 2: 20 of 20 prompts answered" in said
     spec = params.load(DEMO, [outputs])
