@@ -31,6 +31,8 @@ def card(made: Made) -> str:
     prompts, failed = run["prompts"], sum(counts["Failed"].values())
     missing = prompts["asked"] - made.rows["done"] - failed
     made_with = run.get("versions", {}).get("dfexp")
+    undrawn = sum(source.get("kept", 0) for source in prompts["sources"]) - prompts["asked"]  # of a mixture
+    left_out = prompts.get("dropped_by_reason", {}) | ({"not drawn": undrawn} if undrawn > 0 else {})
     limits = options.thresholds
     least, most = limits.tokens
     sections: dict[str, Mapping[str, Any]] = {
@@ -43,7 +45,7 @@ def card(made: Made) -> str:
         "Finish reasons of good rows": dict(counts["Finish reasons"].most_common()),
         "Lengths of good rows": {name: _lengths(np.array(found)) for name, found in made.lengths.items()},
         "Sources": {str(source.get("path") or source): _source(source, made) for source in prompts["sources"]},
-        "Left out of the sources": prompts.get("dropped_by_reason", {}),
+        "Left out of the sources": left_out,
         **{f"Configuration {name}: {n:,} good rows": _config(run["configs"].get(name, {}))
            for name, n in counts["Configurations"].most_common()},
         "Made with": {"dfexp, exporting": dfexp.__version__, "dfexp, of the run": made_with, "run": run["run"],

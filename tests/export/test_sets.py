@@ -328,7 +328,7 @@ def test_the_card_says_where_everything_comes_from(tmp_path: Path) -> None:
     for words in (
         "# mine", "| `set.jsonl` | 2 rows (train) |", "| rejected | 1 |", "| empty: no text", "| prompt_too_long | 1 |",
         "| a\\|b.jsonl | 5 records, 7 prompts kept; licence: cc-by-4.0; SHA-256 ff00 |",
-            "| completion_tokens | mean 10, median 10",
+        "| completion_tokens | mean 10, median 10", "| not drawn | 3 |",
         "## Configuration c1: 1 good rows", "| engine_version | `sglang 0.5.12` |", '`{"mamba_strategy": "no_buffer"}`',
         "| sampling | `{\"temperature\": 0.7}` |", "| dfexp, of the run | 0.1.0 |", "| run | demo |",
     ):  # fmt: skip
