@@ -56,6 +56,8 @@ def both_ways(spec: RunSpec, changed: RunSpec, root: Path, tell: Callable[[str],
     drawn = _draw(prompts.read(spec.prompts, root), terms)
     if len(drawn) < LEAST_PAIRS:
         raise ParamsError(f"{len(drawn)} prompts say too little. Give --prompts {LEAST_PAIRS} or more, and as many.")
+    asked = f"{len(drawn)} prompts, answers of at most {terms.max_tokens} tokens"
+    tell(f"{asked}: twice with the settings as they are, once with: {'; '.join(changes)}")
     reference, again = _served(spec, root, "reference", drawn, terms, 2, tell)
     (other,) = _served(changed, root, "changed", drawn, terms, 1, tell)
     verdict = compare(reference, other, again)

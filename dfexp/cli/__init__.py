@@ -46,9 +46,9 @@ _REHEARSED = (
 _TWO_WAYS = (
     ("--with", {"action": "append", "default": [], "dest": "other", "metavar": "GROUP.KEY=VALUE", "required": True,
                 "help": "what differs in the second configuration; may be repeated"}),
-    ("--prompts", {"type": int, "default": 64, "help": "prompts, drawn at random"}),
-    ("--max-tokens", {"type": int, "default": 512, "help": "of an answer"}),
-    ("--temperature", {"type": amount, "default": 0.0, "help": "0: greedy, where answers should be identical"}),
+    ("--prompts", {"type": int, "default": 64, "help": "prompts, drawn at random (%(default)s)"}),
+    ("--max-tokens", {"type": int, "default": 512, "help": "of an answer (%(default)s)"}),
+    ("--temperature", {"type": amount, "default": 0.0, "help": "0, the default: greedy, where answers should be identical"}),
     ("--seed", {"type": int, "default": 0, "help": "of the draw of prompts"}),
 )  # fmt: skip
 
