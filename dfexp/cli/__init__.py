@@ -48,7 +48,7 @@ _TWO_WAYS = (
                 "help": "what differs in the second configuration; may be repeated"}),
     ("--prompts", {"type": int, "default": 64, "help": "prompts, drawn at random (%(default)s)"}),
     ("--max-tokens", {"type": int, "default": 512, "help": "of an answer (%(default)s)"}),
-    ("--temperature", {"type": amount, "default": 0.0, "help": "0, the default: greedy, where answers should be identical"}),
+    ("--temperature", {"type": amount, "default": 0.0, "help": "0, the default: greedy, answers should be identical"}),
     ("--seed", {"type": int, "default": 0, "help": "of the draw of prompts"}),
 )  # fmt: skip
 
