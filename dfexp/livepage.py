@@ -1,6 +1,7 @@
 """A run as it goes, as a line and as a page: plain HTML and SVG, everything escaped, nothing that grows with time."""
 
 import html as escaping
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ _BLUE = "#0072B2"
 _SEVERITIES = {"fault": ("#D55E00", "&#9650;"), "limit": (_BLUE, "&#9679;"), "note": ("#7F7F7F", "&#9675;")}
 _WIDTH, _HEIGHT = 240, 38
 _MOST_WORDS, _MOST_SILENT_S = 110, 15.0
+_MOST_TO_UPLOAD = 8  # that are on their way where all is well; more wait for S3
 _GAUGES = ("num_running_reqs", "num_queue_reqs", "full_token_usage", "mamba_usage")
 
 
@@ -31,7 +33,7 @@ def line(status: Mapping[str, Any] | None) -> str:
         decoded = status["server_tok_per_s"]
         rate, source = (status["client_tok_per_s"], "client") if decoded is None else (decoded, "servers")
         parts.append(f"{text(rate)} tok/s ({source}, last {duration(status['window_s'])})")
-    if status["state"] == "draining" and status.get("not_uploaded"):
+    if (status.get("not_uploaded") or 0) > {"running": _MOST_TO_UPLOAD, "draining": 0}.get(status["state"], math.inf):
         parts.append(f"{status['not_uploaded']:,} shard(s) to upload")
     away = [server for server in status["servers"] if server["state"] in ("down", "suspect", "quarantined")]
     if away and is_running:

@@ -67,6 +67,7 @@ def restore(args: argparse.Namespace) -> None:
                 raise ParamsError(f"--from {args.source}: it has to be s3://BUCKET/PREFIX/{name}, with the run's name.")
             tree = {**tree, "bucket": match[1], "prefix": match[2] or ""}
         group = params.checked("store", StoreGroup, params.overlay({"store": tree}, args.set)["store"])
+        say(f"looking in bucket {group.bucket} at {group.endpoint_url or 'AWS'} ...")
         made = store.restore(name, group, root)
         say(f"{made.folder.path}: {made.rows:,} of {made.asked:,} rows are done, in {made.shards:,} shard(s) on S3")
         for each in made.unread:
