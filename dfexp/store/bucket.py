@@ -272,7 +272,8 @@ class Bucket:
 
     def _translated(self, error: Exception, what: str) -> StoreError:
         """Our error for one of boto3's, without anything secret that it may repeat."""
-        is_endless, is_passing = isinstance(error, RecursionError), isinstance(error, _BROKEN)
+        is_endless = RecursionError in (type(error), type(error.__context__))  # wherever in botocore the stack ends
+        is_passing = isinstance(error, _BROKEN) and not is_endless
         words = "it redirects without an end" if is_endless else str(error)
         if isinstance(error, ClientError):
             said, status = error.response["Error"], error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
