@@ -243,7 +243,8 @@ def _over_time(figure: go.Figure, data: report.RunData, *words: str) -> Chart:
     for place, at in enumerate(data.running(data.stops[:, 0])):
         mark = {**_LIMIT, "line": {"dash": "dot", "color": "#444"}, "showlegend": not place, "name": data.stopped}
         figure.add_vline(x=(at - data.began) / unit_s, **mark)
-    figure.update_xaxes(dtick=_tick(data), range=[0.0, max(1.0, data.ended - data.began) / unit_s])
+    end = max(1.0, data.ended - data.began) / unit_s
+    figure.update_xaxes(dtick=_bin_size(3 * end), range=[0.0, end])  # marks of unequal bars stand at odd places else
     return finish(figure, _source(data), *words)
 
 
@@ -292,11 +293,6 @@ def _time_axis(data: report.RunData) -> tuple[float, str]:
     unit_s, unit = (3600.0, "h") if span_s > 36_000 else (60.0, "min") if span_s > 600 else (1.0, "s")
     title = f"{'simulated ' if data.is_virtual else ''}time since the first request"
     return unit_s, f"{title}{', without stops' * bool(data.stopped)} ({unit})"
-
-
-def _tick(data: report.RunData) -> float:
-    """Between two marks on the axis of time: plotly puts those of bars that differ in width at odd places."""
-    return _bin_size(3 * max(1.0, data.ended - data.began) / _time_axis(data)[0])
 
 
 def _bins(data: report.RunData, frame: pd.DataFrame) -> tuple[pd.Series, pd.Series, str]:

@@ -142,7 +142,7 @@ def usual_lengths(tokens: Iterable[float], sigmas: float) -> tuple[float, float]
     logs = [log(count) for count in tokens if count > 0]
     middle = median(logs) if logs else 0.0
     most = sigmas * 1.4826 * (median(abs(each - middle) for each in logs) if logs else 0.0)
-    return (exp(middle - most), exp(middle + most)) if most else (0.0, inf)
+    return (exp(middle - most), exp(min(middle + most, 700.0))) if most else (0.0, inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

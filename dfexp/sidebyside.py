@@ -147,8 +147,8 @@ def _served(
     # No store: nothing is uploaded, so that of the run has no say.
     alone = {"fleet": spec.fleet.model_copy(update=one), "store": StoreGroup()}
     the_fleet, _ = up(spec.model_copy(update=alone), root)
+    the_fleet.wait_ready(spec.fleet.start_timeout_s, tell)  # stops what does not come up
     try:
-        the_fleet.wait_ready(spec.fleet.start_timeout_s, tell)
         server, said = the_fleet.servers[0], list[Said]()
         limits, model = the_fleet.limits(server.name), the_fleet.model_name()
         at_once = limits.max_running_requests or _UNKNOWN_ROOM
@@ -161,7 +161,8 @@ def _served(
 
         for number in range(times):
             began = time.monotonic()
-            said.append(asyncio.run(all_of_them()))
+            with the_fleet.lease("dfexp equivalence"):
+                said.append(asyncio.run(all_of_them()))
             took = f"{time.monotonic() - began:.0f} s"
             tell(f"{side}, pass {number + 1} of {times}: {len(said[-1])} of {len(drawn)} prompts answered in {took}")
             if not the_fleet.is_process_alive(server.name):

@@ -86,11 +86,13 @@ def test_the_shipped_simulated_run_is_valid_and_may_be_rehearsed_too() -> None:
 
 def test_a_run_file_is_rehearsed_as_it_is_but_apart_from_the_real_run(project: Path) -> None:
     path = project / "params" / "small.yaml"
-    path.write_text(yaml.safe_dump({**RUN, "store": {"bucket": "of-the-real-run"}}))
+    real = {"store": {"bucket": "of-the-real-run"}, "notify": "page-me", "limits": {"rows": 3}}
+    path.write_text(yaml.safe_dump({**RUN, **real}))
     (variant,) = read(path)
     spec = variant.spec
     assert isinstance(spec.fleet, SimulatedFleet)
     assert spec.store.bucket is None, "rows that are made up are uploaded nowhere"
+    assert (spec.notify, spec.limits.rows) == (None, None), "nobody is called for them, and all are made"
     assert (spec.fleet.servers, spec.fleet.first_port, spec.fleet.flags) == (2, None, RUN["fleet"]["flags"])
     assert (spec.outputs, spec.run, spec.fleet_name) == ("outputs/rehearsals", "small-run", "small-run")
     assert variant.setting.server.flags.mem_fraction_static == 0.9, "the fleet's flags are launched, not the plan's"

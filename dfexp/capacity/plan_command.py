@@ -294,4 +294,5 @@ def _paragraph(name: str, item: Candidate, others: Mapping[str, Any]) -> list[st
     values, changed = row(name, item), differing(Flags(), item.flags)
     tree = {**others, **{flag: pair[1] for flag, pair in changed.items()}}
     text = yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=10**6).strip()
-    return [_line(values), f"     {values['flags']}", f"     flags: {text}", f"     {values['why']}"]
+    pasted = [] if "weights" in item.changes else [f"     flags: {text}"]  # other weights are no flag
+    return [_line(values), f"     {values['flags']}", *pasted, f"     {values['why']}"]

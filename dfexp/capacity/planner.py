@@ -3,11 +3,9 @@
 What changes outputs (weights, state or KV in another dtype) is listed apart and never ranked with the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from dfexp.capacity.cost import Server
 from dfexp.capacity.errors import CapacityError
@@ -61,7 +59,7 @@ class Setting:
         """The steady state under that plan. Raises CapacityError."""
         return predict(self.server, memory, self.efficiency, self.workload, concurrency=concurrency)
 
-    def with_flags(self, flags: Flags) -> Setting:
+    def with_flags(self, flags: Flags) -> Self:
         """The same run under other flags."""
         return replace(self, server=replace(self.server, flags=flags))
 

@@ -11,7 +11,7 @@ _SYSTEM = ("system", "developer")
 
 
 def split(text: str, *, is_open: bool = False) -> tuple[str, str]:
-    """Thought and answer, without the line breaks around them; `is_open`: it is all thought, whose end never came.
+    """Thought and answer, without the line breaks around them; `is_open`: it begins in a thought, which may never end.
 
     Tags that an answer talks about, the first of them after some other text, are no thought.
     """
@@ -26,20 +26,21 @@ def joined(thought: str, answer: str) -> str:
     return f"{_OPEN}\n{thought}\n{_CLOSE}\n\n{answer}" if thought else answer
 
 
-def is_as_templates_write(text: str) -> bool:
+def is_as_templates_write(text: str, thinks: bool = False) -> bool:
     """Whether a template makes the very text again out of what `split` takes apart; it may open the thought itself."""
-    thought, answer = split(text)
+    thought, answer = split(text, is_open=thinks and _CLOSE in text)
     return not thought or text in ((said := joined(thought, answer)), said.removeprefix(f"{_OPEN}\n"))
 
 
-def chat(row: Mapping[str, Any], thinking: Thinking) -> list[dict[str, str]]:
+def chat(row: Mapping[str, Any], thinking: Thinking, thinks: bool = False) -> list[dict[str, str]]:
     """The whole chat, the row's answer last. Every message has `role` and `content`, both text.
 
     With `apart`, those of the assistant have `reasoning_content` too, empty where there was no thought: a key that came
     and went, or content that is text here and a list there, would break readers that infer one type for all rows.
+    Args: thinks, a thought was asked for, so that the text begins in one, also where its tag is in the prompt.
     """
     turns = [_turn(turn, thinking) for turn in row["messages"]]
-    is_open = "unclosed_thought" in row["flags"]
+    is_open = "unclosed_thought" in row["flags"] or (thinks and _CLOSE in row["text"])
     thought, answer = ("", row["text"]) if thinking == "inline" else split(row["text"], is_open=is_open)
     return [*turns, _answer(thought, answer, thinking)]
 

@@ -62,6 +62,7 @@ class Made:
 
     Attributes:
         files, written: by split, train or validation, and how many rows; those of an earlier set included.
+        thinks: whether thoughts were asked for, whose beginning may be in the prompt.
         rows: how many were `done`, of them `good`, `rejected`; `merged` and `already there` are of an earlier set.
         counts: rows by what they have in common, under a heading each. A row can be rejected for several reasons.
         places: index, shard, first byte and length of each good row, one after the other.
@@ -71,6 +72,7 @@ class Made:
     run: dict[str, Any]
     options: Options
     files: dict[str, Path]
+    thinks: bool
     written: Counter[str] = field(default_factory=Counter)
     rows: Counter[str] = field(default_factory=lambda: Counter(done=0, good=0, rejected=0))
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -99,7 +101,9 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
         raise ParamsError(f"{options.merge} is for validation, and would be trained on. Name the whole set: {whole}.")
     if (told := options.merge and thinking_of(options.merge)) not in (None, options.thinking):
         raise ParamsError(f"{options.merge} has thoughts {told}, as its card says: use --thinking {told}.")
-    made = Made(run=read_json(folder.run_json), options=options, files=_names(to))
+    run = read_json(folder.run_json)
+    thinks = (run["spec"].get("generation") or {}).get("enable_thinking") is True
+    made = Made(run=run, options=options, files=_names(to), thinks=thinks)
     sources = {str(source.get("path")) for source in made.run["prompts"]["sources"]}
     if unknown := options.licenses.keys() - {"", *sources}:
         raise ParamsError(f"a licence for {min(unknown)!r}, no source of the run: {', '.join(sorted(sources))}.")
@@ -110,6 +114,8 @@ def export(folder: RunFolder, to: Path, options: Options) -> Made:
         raise ExportError(
             f"{len(away):,} shards of {folder.path} are in its store alone: dfexp store restore {folder.name} --rows."
         )
+    if lost := sum(entry.rows for entry in shards.only_stored(folder.completions, lost=True)):
+        made.rows["more are lost, here and in the store"] = lost
     with disk(f"write {to}"), contextlib.ExitStack() as undo, contextlib.ExitStack() as halves:
         _scan(folder, made)
         if not made.rows["good"]:
@@ -154,10 +160,9 @@ def _scan(folder: RunFolder, made: Made) -> None:
     """Judge every row, and note where the good ones are."""
     options, counts, limits = made.options, made.counts, made.options.thresholds
     usual = _usual(folder, limits.sigmas) if "length_outlier" in limits.rejected else (0.0, inf)
-    thinking = (made.run["spec"].get("generation") or {}).get("enable_thinking") is True
     for row in shards.read_rows(folder.completions, _Spot()):
         made.rows["done"] += 1
-        if bad := marks(row, limits, thinking=thinking, usual=usual) & limits.rejected:
+        if bad := marks(row, limits, thinking=made.thinks, usual=usual) & limits.rejected:
             made.rows["rejected"] += 1
             counts["Rejected"].update(sorted(bad))
             continue
@@ -167,7 +172,7 @@ def _scan(folder: RunFolder, made: Made) -> None:
         counts["Configurations"][row["config_id"]] += 1
         for name in ("prompt_tokens", "completion_tokens"):
             made.lengths[name].append(np.nan if row[name] is None else row[name])
-        if options.thinking == "apart" and not rows.is_as_templates_write(row["text"]):
+        if options.thinking == "apart" and not rows.is_as_templates_write(row["text"], made.thinks):
             made.rows["with other white space around the thought"] += 1
     counts["Failed"].update(row["kind"] for row in shards.read_failures(folder.completions))
 
@@ -195,7 +200,7 @@ def _write(folder: RunFolder, made: Made, form: Format, parts: dict[str, Path]) 
             if split == "train" or (split == "validation" and path.exists()):
                 for record in files.read(path, like, key, is_parquet=schema is not None):
                     if record["id"] in known:
-                        raise ExportError(f"{path} has two rows with the id {record['id']!r}. Remove one of them.")
+                        raise ExportError(f"the set of {path} has two rows with the id {record['id']!r}. Remove one.")
                     known[record["id"]] = _digest(record[key])
                     sides[_digest(record[key][:-1])] = split
                     made.rows["merged"] += 1
@@ -217,7 +222,7 @@ def _write(folder: RunFolder, made: Made, form: Format, parts: dict[str, Path]) 
 def _record(row: dict[str, Any], made: Made, key: str, like: dict[str, Any]) -> dict[str, Any]:
     facts = {"run": made.run["run"], "prompt_id": row["id"], "flags": ",".join(row["flags"])}
     facts |= {name: row[name] for name in _FACTS}
-    record = facts | {"id": f"{made.name}-{row['index']}", key: rows.chat(row, made.options.thinking)}
+    record = facts | {"id": f"{made.name}-{row['index']}", key: rows.chat(row, made.options.thinking, made.thinks)}
     return {name: record[name] for name in like}
 
 

@@ -24,6 +24,7 @@ SAMPLE_INTERVAL_S = 0.25
 """Real seconds, of which each may be minutes of the servers' clock."""
 LEAST_STALL_S = 30.0
 """A rehearsal looks stuck for up to ten real seconds while a server is away, since the clock then waits for it."""
+_OF_THE_REAL_RUN = ("store", "notify", "limits")  # no bucket gets made up rows, nobody is called for them
 _NO_PLAN: Part = {"flags": None, "servers": None}
 """Flags and servers of the fleet are launched, whatever the plan compares them with."""
 
@@ -114,7 +115,8 @@ def _base(path: Path) -> dict[str, Any]:
     known = SimulatedFleet.model_fields.keys() - {"name", "first_port", "start_timeout_s", "plan"}
     fleet = {key: value for key, value in tree["fleet"].items() if key in known}
     plan = {**(tree.get("plan") or tree["fleet"].get("plan") or {}), **_NO_PLAN}
-    return {**tree, "fleet": {**fleet, "engine": "simulated"}, "plan": plan, "store": {}}  # no bucket gets its rows
+    kept = {key: value for key, value in tree.items() if key not in _OF_THE_REAL_RUN}
+    return {**kept, "fleet": {**fleet, "engine": "simulated"}, "plan": plan}
 
 
 def _variant(

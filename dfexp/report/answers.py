@@ -21,11 +21,13 @@ def quality(data: RunData, group: QualityGroup) -> tuple[Table, Table]:
     limits, tokens = group.thresholds, data.rows["completion_tokens"]
     usual = usual_lengths(tokens, limits.sigmas)
     thinking = (data.run["spec"].get("generation") or {}).get("enable_thinking") is True
-    whole = {row["index"]: row for row in (*data.kept, *data.drawn)}
+    whole = {row["index"]: row for row in (*data.drawn, *data.kept)}
+    farthest = {row["index"]: row for row in (*reversed(data.kept), *data.drawn)}  # the longest and the shortest first
     found = {index: marks(row, limits, thinking=thinking, usual=usual) for index, row in whole.items()}
     drawn, total = [found[row["index"]] for row in data.drawn], len(data.rows)
     sample = Counter(mark for each in drawn for mark in each)
-    counts = Counter({name: int(holds.sum()) for name, holds in by_length(tokens, limits, usual).items()})
+    lengths = by_length(tokens, limits, usual)
+    counts = Counter({name: int(holds.sum()) for name, holds in lengths.items()})
     for flags, rows in data.rows["flags"].value_counts().items():
         counts.update({flag: int(rows) for flag in str(flags).split(",") if flag})
     unseen = (*_UNSEEN, "repetitive")[: None if limits.repeated != REPETITIVE else -1]
@@ -47,7 +49,8 @@ def quality(data: RunData, group: QualityGroup) -> tuple[Table, Table]:
     shown = [
         {"kind": mark, "index": index, "server": row["server"], "finish reason": row["finish_reason"],
          "tokens": row["completion_tokens"], "answer": _excerpt(row["text"])}
-        for mark in kinds for index, row in [(i, row) for i, row in whole.items() if mark in found[i]][:_EACH]
+        for mark, rows in ((mark, farthest if mark in lengths else whole) for mark in kinds)
+        for index, row in [(i, row) for i, row in rows.items() if mark in found[i]][:_EACH]
     ]  # fmt: skip
     told = "Beginning and end of each answer. Drawn at random, but for lengths: there they are the farthest."
     return (Table(name="quality", title="Quality of the answers", rows=lines, note=note),

@@ -85,5 +85,6 @@ class Draw:
 
     @property
     def kept(self) -> list[dict[str, Any]]:
-        """All but those drawn of all rows."""
-        return [row for kind in sorted(self._kept.keys() - {""}) for row in self.rows(kind)]
+        """All but those drawn of all rows: those of flags, then the shortest and longest by turns, to the farthest."""
+        flags = [row for kind in sorted(self._kept.keys() - {"", "<", ">"}) for row in self.rows(kind)]
+        return flags + [row for pair in zip(self.rows("<")[::-1], self.rows(">")[::-1], strict=True) for row in pair]

@@ -36,9 +36,13 @@ def not_uploaded(folder: Path) -> list[str]:
     return [entry.name for entry in _listed(folder).values() if entry.uploaded is None or "gone" in entry.uploaded]
 
 
-def only_stored(folder: Path) -> list[ShardEntry]:
-    """The shards that are in the store and not in this folder: of a run that goes on here from another machine."""
-    return [one for one in _listed(folder).values() if one.uploaded is not None and not (folder / one.name).exists()]
+def only_stored(folder: Path, *, lost: bool = False) -> list[ShardEntry]:
+    """The shards that are in the store and not in this folder: of a run that goes on here from another machine.
+
+    Args: lost, those instead that are not there either.
+    """
+    uploaded = [one for one in _listed(folder).values() if one.uploaded and ("gone" in one.uploaded) == lost]
+    return [one for one in uploaded if not (folder / one.name).exists()]
 
 
 def read_failures(folder: Path) -> Iterator[dict[str, Any]]:

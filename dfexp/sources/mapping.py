@@ -52,6 +52,7 @@ class Meaning:
         self.id_field, self.names_id = given("id_column", "id"), given("id_column") is not None
         self._system, self._system_field, self._turns = given("system"), given("system_column"), given("turns", "last")
         self._role_key, self._content_key, self._roles = given("role_key"), given("content_key"), given("roles", {})
+        self.takes_usual = False  # also messages of the usual keys, where it was given others
         self.columns = ("input", self.id_field, *([self._system_field] if self._system_field else ()))
 
     def prompts_of(self, record: Mapping[str, Any]) -> Iterator[tuple[str | None, tuple[Message, ...]]]:
@@ -108,9 +109,11 @@ class Meaning:
         """One message, OpenAI's `role` and `content`, ShareGPT's `from` and `value`, or by keys that were given."""
         if not isinstance(item, Mapping):
             raise NoPrompt("wrong type", f"message {number} must be an object, found {type(item).__name__}")
-        role = item.get(self._role_key) if self._role_key else item.get("role") or item.get("from")
-        key = self._content_key
-        content = item.get(key) if key else item.get("value") if (said := item.get("content")) is None else said
+        own, key = self._role_key, self._content_key
+        is_usual = own not in item and key not in item and self.takes_usual
+        role = item.get(own) if own and not is_usual else item.get("role") or item.get("from")
+        usual = item.get("value") if (said := item.get("content")) is None else said
+        content = item.get(key) if key and not is_usual else usual
         known = {**_ROLES, **self._roles} if self._roles else _ROLES
         if not isinstance(role, str) or role not in known:
             raise NoPrompt("unknown role", f"message {number} has role {role!r}; known: {', '.join(known)}")

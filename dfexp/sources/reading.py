@@ -81,6 +81,7 @@ class Reading:
         other = Reading(PromptsGroup(path=run or given, system=self._group.system, **keys), self._root)
         for part in other._parts:
             part.meaning.fields = (*part.meaning.fields, *FIELDS)  # of the same shape as ours, or of a usual one
+            part.meaning.takes_usual = True
         return other
 
     def __iter__(self) -> Iterator[Prompt]:

@@ -85,6 +85,14 @@ def test_thoughts_go_where_they_are_asked_to(thinking: Any, before: dict[str, st
     ]
 
 
+def test_a_thought_that_was_asked_for_may_talk_about_tags() -> None:
+    row = {"messages": [{"role": "user", "content": "q"}], "text": "What is <think>?\n</think>\n\nA tag.", "flags": []}
+    assert chat(row, "dropped")[-1]["content"] == row["text"]
+    assert chat(row, "dropped", True)[-1]["content"] == "A tag."
+    assert chat({**row, "text": "None."}, "dropped", True)[-1]["content"] == "None."
+    assert not is_as_templates_write("What is <think>? </think>A tag.", True)
+
+
 @given(st.text(st.characters(codec="utf-8")))
 def test_inline_is_the_text_byte_for_byte(text: str) -> None:
     assert chat(row(0, text=text).to_json(), "inline")[-1] == {"role": "assistant", "content": text}

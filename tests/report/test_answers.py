@@ -79,9 +79,17 @@ def test_rows_of_each_kind_are_shown_whatever_their_order_and_safely(tmp_path: P
     assert nul["answer"].endswith("then. x\\x00y \\u202e<b>")
     assert "<b>" not in shown._repr_html_()
     assert max(len(line["answer"]) for line in shown.rows) < 200
-    assert [line["index"] for line in shown.rows if line["kind"] == "length_outlier"] == [210, 213]
+    assert [line["index"] for line in shown.rows if line["kind"] == "length_outlier"] == [213, 210]
     assert sum(line["kind"] == "truncated" for line in shown.rows) == 3
     assert table.rows
+
+
+def test_the_longest_answers_stand_for_lengths_alone(tmp_path: Path) -> None:
+    rows = [row(i, flags=("truncated",), finish_reason="length", completion_tokens=100 + i) for i in range(300)]
+    _, shown = quality(loaded(tmp_path, rows), QualityGroup(max_tokens=110))
+    of = {kind: [line["tokens"] for line in shown.rows if line["kind"] == kind] for kind in ("truncated", "too_long")}
+    assert of["too_long"] == [399, 398, 397]
+    assert max(of["truncated"]) < 397
 
 
 def test_a_rare_flag_has_its_rows_shown_though_no_draw_meets_it(tmp_path: Path) -> None:

@@ -127,6 +127,20 @@ def test_an_other_set_may_have_our_shape_or_a_usual_one(tmp_path: Path) -> None:
     assert said(tmp_path, path="p.jsonl", column="log", duplicates={"not_in": ["old.jsonl", "usual.jsonl"]}) == ["c"]
 
 
+def test_an_other_set_may_have_messages_of_our_keys_or_of_the_usual_ones(tmp_path: Path) -> None:
+    def chats(name: str, role: str, content: str, *texts: str) -> None:
+        rows = ({"chat": [{role: "user", content: text}]} for text in texts)
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    chats("p.jsonl", "who", "what", "a", "b", "c", "d")
+    chats("ours.jsonl", "who", "what", "a")
+    chats("openai.jsonl", "role", "content", "b")
+    chats("sharegpt.jsonl", "from", "value", "c")
+    keys = {"path": "p.jsonl", "column": "chat", "role_key": "who", "content_key": "what"}
+    others = ["ours.jsonl", "openai.jsonl", "sharegpt.jsonl"]
+    assert said(tmp_path, **keys, duplicates={"not_in": others}) == ["d"]
+
+
 def test_halves_of_characters_pass_every_check(tmp_path: Path) -> None:
     made = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     made.save(str(tmp_path / "tokenizer.json"))

@@ -1,7 +1,5 @@
 """One simulated server: its life, its requests, its log and its scheduled faults, on the host's virtual clock."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -81,7 +79,7 @@ class Server:
     """
 
     def __init__(
-        self, host: Host, spec: ServerSpec, sock: socket.socket, log: int | None, faults: Faults, start: int,
+        self, host: "Host", spec: ServerSpec, sock: socket.socket, log: int | None, faults: Faults, start: int,
         ended: Callable[[int], object] | None,
     ) -> None:  # fmt: skip
         self.port: int = sock.getsockname()[1]
