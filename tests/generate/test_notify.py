@@ -171,7 +171,7 @@ async def test_a_start_that_fails_before_a_row_is_sent_is_told(project: Project,
 async def test_the_loss_of_all_servers_is_told(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat(), delay_s=0.2) as server:
         line = "cat >> told.json; echo >> told.json"
-        spec = project.spec([server.url], 60, give_up_s=4.0).model_copy(update={"notify": line})
+        spec = project.spec([server.url], 600, give_up_s=4.0).model_copy(update={"notify": line})
         folder = await project.start(spec)
         await project.until(folder, lambda status: status.get("done", 0) > 0)
     await project.end(folder)
