@@ -101,11 +101,13 @@ def conclusion(status: Mapping[str, Any], fleet_name: str) -> str:
     """What a run that ended came to, and how to stop its fleet, as Markdown."""
     earlier = f", {status['done_before']:,} of them before the last start" if status["done_before"] else ""
     failed = f"**{status['failed']:,} failed** and 04_report says why" if status["failed"] else "none failed"
+    short = status.get("not_uploaded") or 0
+    left = f"\n\n**{short:,} object(s) are not on S3**: run this cell again, or `dfexp store upload`." * bool(short)
     real = " of real time, not of the simulation's" if status.get("engine") == SIMULATED else ""
     return (
         f"**{status['done']:,} of {status['asked']:,} rows are done**{earlier}; {failed}. Since the last start it made"
         f" {status['done'] - status['done_before']:,} rows in {duration(status['at'] - status['started_at'])}{real}."
-        f"\n\nThe servers go on running: `dfexp fleet down {fleet_name}` stops them (`dfexp run` does so by itself)."
+        f"{left}\n\nThe servers go on: `dfexp fleet down {fleet_name}` stops them (`dfexp run` does so by itself)."
     )
 
 

@@ -34,7 +34,7 @@ def line(status: Mapping[str, Any] | None) -> str:
         rate, source = (status["client_tok_per_s"], "client") if decoded is None else (decoded, "servers")
         parts.append(f"{text(rate)} tok/s ({source}, last {duration(status['window_s'])})")
     if (status.get("not_uploaded") or 0) > {"running": _MOST_TO_UPLOAD, "draining": 0}.get(status["state"], math.inf):
-        parts.append(f"{status['not_uploaded']:,} shard(s) to upload")
+        parts.append(f"{status['not_uploaded']:,} object(s) to upload")
     away = [server for server in status["servers"] if server["state"] in ("down", "suspect", "quarantined")]
     if away and is_running:
         parts.append(f"{len(away)} of {len(status['servers'])} servers away ({away[0]['name']}: {away[0]['state']})")
@@ -132,7 +132,7 @@ def _facts(status: Mapping[str, Any]) -> str:
         (is_going, text(float(status["client_tok_per_s"])), f"tok/s of whole answers<br>client, {window}"),
         (is_going, text(float(status["rows_per_s"])), f"completions/s<br>client, {window}"),
         (is_going, text(status["in_flight"]), "requests<br>in flight"),
-        (is_going and bool(status.get("not_uploaded")), text(status.get("not_uploaded")), "shards<br>to upload"),
+        (is_going and bool(status.get("not_uploaded")), text(status.get("not_uploaded")), "objects<br>to upload"),
         (mean is not None, text(mean and round(mean["value"])), f"tokens an answer<br>{bounds}"),
         (True, duration(status["elapsed_s"]), f"since the last start<br>{clock}"),
     )

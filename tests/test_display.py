@@ -172,4 +172,6 @@ def test_a_conclusion_tells_starts_apart_and_how_to_stop_the_fleet() -> None:
     assert "made 88 rows in 30 s" in told
     assert "dfexp fleet down demo" in told
     assert "real time" not in told
+    assert "S3" not in told
+    assert "5 object(s) are not on S3" in display.conclusion(status("ended", not_uploaded=5), "demo")
     assert "30 s of real time, not" in display.conclusion(status("ended", engine="simulated"), "demo")

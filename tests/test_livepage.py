@@ -27,8 +27,8 @@ def test_a_line_has_counts_rate_window_and_time_left_with_its_bounds() -> None:
         " 1 of 2 servers away (127.0.0.1:8081: quarantined), about 2 min 05 s left (1 min 40 s to 2 min 30 s)"
     )
     assert line(status("ended", done=98)) == "ended: 98 of 100 done, 2 failed"
-    assert ", 3 shard(s) to upload" in line(status("draining", not_uploaded=3))
-    assert ", 40 shard(s) to upload" in line(status(not_uploaded=40))
+    assert ", 3 object(s) to upload" in line(status("draining", not_uploaded=3))
+    assert ", 40 object(s) to upload" in line(status(not_uploaded=40))
     assert "upload" not in line(status(not_uploaded=3)) + line(status("draining", not_uploaded=0))
     assert line(None) == "waiting for the run's first report"
 

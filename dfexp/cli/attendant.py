@@ -58,7 +58,7 @@ def run_notebooks(
     if ended and spec.store.bucket:
         from dfexp.cli.stores import bring  # here, since it takes boto3, which is slow to import
 
-        ended["not_uploaded"] = bring(folder, spec.store)
+        ended["not_uploaded"], _ = bring(folder, spec.store)  # what else differs, it has said
     return EXIT_OK if sample else _conclude(folder, ended or control.read_status(folder) or {})
 
 
@@ -104,8 +104,9 @@ def _conclude(folder: RunFolder, found: Mapping[str, Any]) -> int:
     say(f"  completions  {folder.completions}")
     say(f"  report       {folder.notebooks / '04_report.html'}")
     say(f"  tables       {folder.report}")
-    left = not_uploaded(folder.completions) if generate.read_spec(folder).store.bucket else []
-    is_short = bool(left or found.get("not_uploaded"))
+    has_store = generate.read_spec(folder).store.bucket is not None  # the status may be of a start that had one
+    left = not_uploaded(folder.completions) if has_store else []
+    is_short = bool(left or (has_store and found.get("not_uploaded")))
     if gone := [name for name in left if not (folder.completions / name).exists()]:
         where = "are neither here nor in the bucket. Restore them there from a copy"
         say(f"  LOST on S3: {len(gone):,} shard(s), from {gone[0]}, {where}.")
@@ -198,15 +199,12 @@ class Attendant:
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them; the handlers of before come back at the end."""
-    seen: list[int] = []
-    before = {
-        number: signal.signal(number, lambda received, _: seen.append(received))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    seen, numbers = list[int](), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda received, _: seen.append(received)) for number in numbers]
     try:
         yield seen
     finally:
-        for number, handler in before.items():
+        for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
 

@@ -11,6 +11,7 @@ from dfexp.generate.events import EventLog
 from dfexp.generate.verdicts import tally
 from dfexp.layout import RunFolder, project_root
 from dfexp.params import StoreGroup
+from dfexp.store.bucket import Bucket
 
 _URL = re.compile(r"s3://([^/]+)/(?:(.+)/)?([^/]+)/?")
 
@@ -28,32 +29,36 @@ def upload(args: argparse.Namespace) -> int:
     folder, group = _uploaded_run(args.run)
     if control.going_on(folder) is not None:
         raise RunError(f"run {folder.name!r} is running, and uploads by itself. To stop it: dfexp stop {folder.name}.")
-    return bring(folder, group)
+    return EXIT_FAILED if any(bring(folder, group)) else EXIT_OK
 
 
-def bring(folder: RunFolder, group: StoreGroup) -> int:
-    """Upload what is not there yet, and compare. Exit status 0 when both agree."""
+def bring(folder: RunFolder, group: StoreGroup) -> tuple[int, int]:
+    """Upload what is not there yet, and compare: how many objects are left, and how many things differ then; tells."""
     with opened(folder) as shards, EventLog(folder.events) as events:
         shards.seal()
         uploads, said = store.Uploader(folder, group, shards, events.record), 0.0
         while not uploads.wait(1.0):
             if time.monotonic() > said + 10.0:
-                say(f"  {time.strftime('%H:%M:%S')} {len(uploads.left):,} shard(s) left  {uploads.why}".rstrip())
+                say(f"  {time.strftime('%H:%M:%S')} {len(uploads.left):,} object(s) left  {uploads.why}".rstrip())
                 said = time.monotonic()
-        if left := uploads.finish(0.0):
-            return told(f"{len(left):,} shard(s) are not on S3, from {left[0]}: {uploads.why}", EXIT_FAILED)
-    return _verified(folder, group)
+        left = uploads.finish(0.0)
+    if found := control.read_status(folder):  # by which the next start knows whether something is left
+        control.write_status(folder, {**found, "not_uploaded": len(left)})
+    if left:
+        return told(f"{len(left):,} object(s) are not on S3, from {left[0]}: {uploads.why}", len(left)), 0
+    return 0, _verified(folder, group)
 
 
 def verify(args: argparse.Namespace) -> int:
     """`dfexp store verify RUN`: the bucket beside the run's folder, both ways."""
-    return _verified(*_uploaded_run(args.run))
+    return EXIT_FAILED if _verified(*_uploaded_run(args.run)) else EXIT_OK
 
 
 def _verified(folder: RunFolder, group: StoreGroup) -> int:
+    """Print what differs. Returns how many things do."""
     verdict = store.verify(folder, group)
     print("\n".join([*verdict.problems, f"{verdict.url}: {verdict.shards:,} shard(s), {verdict.bytes:,} bytes agree"]))
-    return told(f"{len(verdict.problems):,} thing(s) differ", EXIT_FAILED) if verdict.problems else EXIT_OK
+    return told(f"{count:,} thing(s) differ", count) if (count := len(verdict.problems)) else 0
 
 
 def restore(args: argparse.Namespace) -> None:
@@ -67,7 +72,7 @@ def restore(args: argparse.Namespace) -> None:
                 raise ParamsError(f"--from {args.source}: it has to be s3://BUCKET/PREFIX/{name}, with the run's name.")
             tree = {**tree, "bucket": match[1], "prefix": match[2] or ""}
         group = params.checked("store", StoreGroup, params.overlay({"store": tree}, args.set)["store"])
-        say(f"looking in bucket {group.bucket} at {group.endpoint_url or 'AWS'} ...")
+        say(f"looking in bucket {group.bucket} at {Bucket(group, name).endpoint} ...")
         made = store.restore(name, group, root)
         say(f"{made.folder.path}: {made.rows:,} of {made.asked:,} rows are done, in {made.shards:,} shard(s) on S3")
         for each in made.unread:

@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(DfexpError), EventLog(folder.events) as events:
         asyncio.run(tell(read_spec(folder).notify, folder, events, state, words))
     left = not_uploaded(folder.completions) or (control.read_status(folder) or {}).get("not_uploaded")
-    left = left if read_spec(folder).store.bucket else None
-    return EXIT_NOT_UPLOADED if left and state == "ended" else EXIT_CODES[state]
+    is_short = left and state == "ended" and read_spec(folder).store.bucket
+    return EXIT_NOT_UPLOADED if is_short else EXIT_CODES[state]
 
 
 def generate(
@@ -85,31 +85,25 @@ def generate(
     Until the run's lock is held nothing is written, so that a second process cannot disturb the first.
     """
     spec, frozen = read_spec(folder), read_json(folder.run_json)["prompts"]
+    asked, size = frozen["asked"], spec.generation.rows_per_shard
     with ExitStack() as stack:
         the_fleet = fleet.attach(fleet_folder(spec, root))
         stack.enter_context(the_fleet.lease(f"run {folder.name}"))
-        prompts = stack.enter_context(FrozenPrompts(folder.prompts, asked=frozen["asked"], sha256=frozen["sha256"]))
+        prompts = stack.enter_context(FrozenPrompts(folder.prompts, asked=asked, sha256=frozen["sha256"]))
         prints = identity.fingerprint(frozen["sha256"], _model_fingerprint(the_fleet), spec.generation)
-        shards = stack.enter_context(
-            Shards.open(
-                folder.completions, total=frozen["asked"], fingerprint=prints,
-                rows_per_shard=spec.generation.rows_per_shard,
-            )
-        )  # fmt: skip
+        opened = Shards.open(folder.completions, total=asked, fingerprint=prints, rows_per_shard=size)
+        shards = stack.enter_context(opened)
         events = stack.enter_context(EventLog(folder.events))
         limits = _limits(the_fleet, spec, root)
         model = the_fleet.model_name()
         _record(folder, the_fleet, prints)
         uploads = _uploads(folder, spec, shards, events) if spec.store.bucket else None
-        configs = Configs(
-            folder=folder, fleet=the_fleet, common={"model": model, "sampling": identity.sampling(spec.generation)}
-        )
+        common = {"model": model, "sampling": identity.sampling(spec.generation)}
+        configs = Configs(folder=folder, fleet=the_fleet, common=common)
         pending = shards.pending(shards.failures_by_kind() if ALL_KINDS in retry_failed else retry_failed)
-        rows, rest = portion(spec.limits, pending, drawn(frozen["asked"], *sample) if sample else None)
+        rows, rest = portion(spec.limits, pending, drawn(asked, *sample) if sample else None)
         version = next((each.engine_version for each in limits.values() if each is not None), None)
-        config_ids = {
-            name: configs.id_of(name, found.engine_version if found else version) for name, found in limits.items()
-        }
+        config_ids = {name: configs.id_of(name, it.engine_version if it else version) for name, it in limits.items()}
         setup = Setup(
             folder=folder, root=root, spec=spec, fleet=the_fleet, model=model, limits=limits, config_ids=config_ids,
             configs=configs, prompts=prompts, shards=shards, events=events, uploads=uploads, me=ProcessId.current(),
@@ -124,9 +118,9 @@ def generate(
         gc.freeze()  # what is there now stays: no collection has to walk it again
         gc.set_threshold(20_000, 20, 50)  # at the default, requests in flight are walked for a fifth of the CPU time
         state, reason = asyncio.run(Loop(setup).run())
-        done, failed, asked = shards.done, shards.failed, frozen["asked"]
+        done, failed = shards.done, shards.failed
         events.record(f"run_{state}", detail=reason, done=done, failed=failed, asked=asked)
-        left = f"; {len(uploads.left):,} shard(s) are not on S3" if uploads and uploads.left else ""
+        left = f"; {len(uploads.left):,} object(s) are not on S3" if uploads and uploads.left else ""
     return state, tally(done, failed, asked) + left + f": {reason}" * bool(reason)
 
 

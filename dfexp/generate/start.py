@@ -2,12 +2,13 @@
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,8 @@ def prepare(spec: RunSpec, root: Path) -> RunFolder:
                 write_json(folder.run_json, {**recorded, "spec": spec.model_dump()})
             return folder
         frozen = freeze(spec.prompts, root, folder)
-        write_json(
-            folder.run_json,
-            {
-                "run": spec.run, "spec": spec.model_dump(), "versions": versions(), "hardware": hardware(),
-                "prompts": frozen.to_json(), "configs": {}, "created_at": time.time(),
-            },
-        )  # fmt: skip
+        run = {"run": spec.run, "spec": spec.model_dump(), "versions": versions(), "hardware": hardware()}
+        write_json(folder.run_json, {**run, "prompts": frozen.to_json(), "configs": {}, "created_at": time.time()})
     return folder
 
 
@@ -118,7 +114,7 @@ def start(
             return folder
         found = control.read_status(folder) or {}
         has_ended = found.get("state") == "ended" and kept(folder) == (found["done"], found["failed"], found["asked"])
-        is_stored = not (spec.store.bucket and not_uploaded(folder.completions))
+        is_stored = not (spec.store.bucket and (found.get("not_uploaded") or not_uploaded(folder.completions)))
         if has_ended and is_stored and retry_failed is None and sample is None:
             return folder
         the_fleet = fleet.attach(fleet_folder(spec, root))
@@ -145,9 +141,7 @@ def stop(folder: RunFolder, *, reason: str, now: bool = False) -> None:
 def _spawn(folder: RunFolder, root: Path, retry_failed: Collection[str] | None, sample: tuple[int, int] | None) -> None:
     """Start the process in a session of its own, and wait until it has written its first status."""
     argv = [sys.executable, "-m", "dfexp.generate", "--folder", str(folder.path), "--root", str(root)]
-    argv += ["--owner", str(ProcessId.current())]
-    for kind in retry_failed or ():
-        argv += ["--retry-failed", kind]
+    argv += ["--owner", str(ProcessId.current()), *(f"--retry-failed={kind}" for kind in retry_failed or ())]
     argv += ["--sample", *map(str, sample)] if sample else []
     with folder.log.open("ab") as log:
         before = log.tell()
@@ -199,8 +193,7 @@ def _check_sampling(spec: RunSpec, recorded: Mapping[str, Any], folder: RunFolde
 def _check_same(spec: RunSpec, folder: RunFolder) -> None:
     """Joining a running process with other parameters would silently ignore them."""
     old, new = read_json(folder.run_json)["spec"], spec.model_dump()
-    changed = _changes(_flat(old), _flat({**new, "report": old["report"]}))
-    if changed:
+    if changed := _changes(_flat(old), _flat({**new, "report": old["report"]})):
         raise RunError(
             f"run {folder.name!r} is running with other parameters ({changed}). "
             f"Stop it first (dfexp stop {folder.name}), then start again: it goes on where it was."
@@ -223,15 +216,19 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 @contextmanager
 def _one_at_a_time(folder: RunFolder) -> Iterator[None]:
     """Two cells or terminals that start the same run wait for each other instead of racing."""
-    path, is_new = folder.path / ".start.lock", not folder.path.exists()
+    path, is_held = folder.path / ".start.lock", False
     with ExitStack() as stack:
-        with disk(f"use {folder.path}", "Fix the folder, or choose another name for `run`."):
-            make_folder(folder.path)
-            fcntl.flock(stack.enter_context(path.open("a")), fcntl.LOCK_EX)
-            make_folder(folder.path)  # a start that was waited for may have been refused, and have removed it
+        while not is_held:  # a start that was waited for may have been refused, and have removed folder and lock
+            with disk(f"use {folder.path}", "Fix the folder, or choose another name for `run`."):
+                is_new = not folder.path.exists()
+                make_folder(folder.path)
+                with suppress(FileNotFoundError):
+                    fcntl.flock(lock := stack.enter_context(path.open("a")), fcntl.LOCK_EX)
+                    is_held = os.path.samestat(os.fstat(lock.fileno()), path.stat())
         try:
             yield
         finally:
-            if is_new and [*folder.path.iterdir()] == [path]:  # of a run that was refused nothing stays
-                path.unlink()
-                folder.path.rmdir()
+            with suppress(OSError):  # another start may use it already
+                if is_new and [*folder.path.iterdir()] == [path]:  # of a run that was refused nothing stays
+                    path.unlink()
+                    folder.path.rmdir()

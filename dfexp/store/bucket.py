@@ -85,12 +85,11 @@ class Bucket:
         self.is_conditional, self.limit_s = True, limit_s
         self._stopped, self._told = stopped or threading.Event(), told
         self._secrets: list[str] = []
+        self.endpoint = group.endpoint_url or "S3"  # until boto3 has said
         try:
-            session = boto3.session.Session()
+            session = boto3.session.Session(region_name=group.region)
             if (found := session.get_credentials()) is None:
-                raise StoreError(
-                    "boto3 finds no credentials for S3: export AWS_PROFILE, or AWS_ACCESS_KEY_ID and others"
-                )
+                raise StoreError("boto3 finds no credentials: export AWS_PROFILE, or AWS_ACCESS_KEY_ID and others")
             self._secrets = [text for text in found.get_frozen_credentials() if text and len(text) > 3]
             config = Config(
                 retries={"total_max_attempts": 1}, max_pool_connections=group.concurrency + 4,
@@ -98,8 +97,8 @@ class Bucket:
                 request_checksum_calculation="when_required",
                 s3={"addressing_style": "path" if group.path_style else "auto"},
             )  # fmt: skip
-            where = {"endpoint_url": group.endpoint_url, "region_name": group.region}
-            self._s3: Any = session.client("s3", config=config, **where)  # type: ignore[call-overload]
+            self._s3: Any = session.client("s3", config=config, endpoint_url=group.endpoint_url)
+            self.endpoint = self._clean(self._s3.meta.endpoint_url)
         except (BotoCoreError, ValueError) as error:
             raise self._translated(error, "use a store") from None
 
@@ -279,8 +278,8 @@ class Bucket:
             said, status = error.response["Error"], error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             words = f"{said.get('Code')} (HTTP {status}): {said.get('Message', '')[:300]}"
             is_passing = status >= 500 or status in (200, 408, 409, 429) or said.get("Code") in _PASSING
-        where = f"{self.group.endpoint_url or 'AWS'}, bucket {self.group.bucket!r}"
-        return (StoreUnavailable if is_passing else StoreError)(f"cannot {what} at {where}: {self._clean(words)}")
+        words = f"cannot {what} at {self.endpoint}, bucket {self.group.bucket!r}: {self._clean(words)}"
+        return (StoreUnavailable if is_passing else StoreError)(words)
 
     def _clean(self, words: str) -> str:
         for secret in self._secrets:

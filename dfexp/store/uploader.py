@@ -75,7 +75,7 @@ def look(bucket: Bucket, folder: RunFolder, owner: Owner) -> tuple[Contents, lis
     bucket.is_conditional = bucket.probe()
     if not bucket.is_conditional and not bucket.group.allow_unconditional:
         raise StoreError(
-            f"the store at {bucket.group.endpoint_url or 'AWS'} ignores If-None-Match, so nothing keeps it from "
+            f"the store at {bucket.endpoint} ignores If-None-Match, so nothing keeps it from "
             "overwriting. Use another, or accept a look before each put: store.allow_unconditional: true."
         )
     manifest, found = read_manifest(folder.completions), contents.read(bucket)
@@ -115,18 +115,14 @@ class Uploader:
         """Args: tell, records an event with its details, in any thread; patience_s, what a store gets to answer now."""
         self._folder, self._shards, self._tell = folder, shards, tell
         self._stopped, self._changed, self._away = threading.Event(), threading.Condition(), ""
-        self._queue: SimpleQueue[ShardEntry] = SimpleQueue()
-        self._waiting: dict[str, ShardEntry] = {}
-        self._stored: dict[str, ShardEntry] = {}
-        self.refused: dict[str, str] = {}
-        self._denied: dict[str, str] = {}
+        self._stored, self.refused, self._denied = dict[str, ShardEntry](), dict[str, str](), dict[str, str]()
         self.ended_by: str | None = None
         self._owner, self._slices, self._lost = me(folder), list[int](), list[int]()
         self._etag: str | None = None
         self._is_open = self._is_ready = self._is_dirty = self._is_finishing = False
         self._recording, self._renewed_at = threading.RLock(), 0.0
         self._bucket = Bucket(group, folder.name, limit_s=patience_s, stopped=self._stopped, told=self._told)
-        self._known = read_manifest(folder.completions)
+        self._queue, self._known = SimpleQueue[ShardEntry](), read_manifest(folder.completions)
         self._waiting = {entry.name: entry for entry in self._known.shards} if self._known else {}
         self._opening = _begun(self._claim)
         try:
@@ -167,9 +163,10 @@ class Uploader:
         return not self._keeper.is_alive()
 
     def finish(self, within_s: float) -> list[str]:
-        """Upload the rest, release the place and end the threads. Returns the shards that are not in the bucket."""
-        if not self.wait(within_s) and not self.left:
-            self._denied[RECORD] = self._away or "the store did not take it in time"
+        """Upload the rest, release the place and end the threads. Returns the objects that are not in the bucket."""
+        is_over = self.wait(within_s)
+        if not self.left and (self.ended_by or not is_over):  # whatever else is missing, the record does not list it
+            self._denied[RECORD] = self.ended_by or self._away or "the store did not take it in time"
         self._stopped.set()
         if left := self.left:
             why = self.why or "the store did not take them in time"

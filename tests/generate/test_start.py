@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
+from threading import Event
 from typing import Any
 
 import pytest
 
 from dfexp import generate
 from dfexp.errors import PromptsError
+from dfexp.generate.start import _one_at_a_time
 from dfexp.params import RunSpec
 from tests.generate.conftest import Project
 from tests.shards.os_tap import tapped
@@ -81,6 +86,56 @@ def test_a_run_that_is_refused_leaves_no_folder_that_it_made(project: Project) -
         folder.mkdir(exist_ok=True)
     prompts.write_text(kept)
     assert generate.prepare(spec, project.root).run_json.exists()
+
+
+def test_a_start_that_waited_for_a_refused_one_still_keeps_others_waiting(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock that it waits for is removed with the folder; the next one would lock another file, and go ahead."""
+    folder = generate.run_folder(project.spec(["http://127.0.0.1:1"]), project.root)
+    asked, inside, leave = Queue[None](), Queue[None](), Event()
+
+    def flock(file: Any, how: int) -> None:
+        asked.put(None)
+        real(file, how)
+
+    def hold() -> None:
+        with _one_at_a_time(folder):
+            inside.put(None)
+            assert leave.wait(30.0)
+
+    def refused() -> None:
+        with _one_at_a_time(folder):
+            asked.get(timeout=30.0)
+            held.append(pool.submit(hold))
+            asked.get(timeout=30.0)  # it has opened the file
+            raise PromptsError("refused")
+
+    real, held = fcntl.flock, list[Future[None]]()
+    monkeypatch.setattr("fcntl.flock", flock)
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(PromptsError):
+            refused()
+        inside.get(timeout=30.0)
+        with (folder.path / ".start.lock").open("a") as file, pytest.raises(BlockingIOError):
+            real(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        leave.set()
+        held[0].result(30.0)
+
+
+def test_a_refused_start_whose_folder_another_one_uses_tells_why_it_was_refused(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, unlink = generate.run_folder(project.spec(["http://127.0.0.1:1"]), project.root), Path.unlink
+
+    def unlink_and_come(path: Path, **options: Any) -> None:
+        unlink(path, **options)
+        path.touch()
+
+    monkeypatch.setattr(Path, "unlink", unlink_and_come)
+    with pytest.raises(PromptsError, match="refused"), _one_at_a_time(folder):
+        raise PromptsError("refused")
+    assert folder.path.exists()
 
 
 def test_a_run_that_an_older_version_began_goes_on(project: Project) -> None:

@@ -13,7 +13,7 @@ from threading import Barrier
 
 import pytest
 
-from dfexp import cli, params
+from dfexp import cli, control, params
 from dfexp.cli.attendant import _conclude
 from dfexp.errors import CorruptShardError, LockedError, StorageError, StoreError
 from dfexp.generate.identity import sampling_text
@@ -205,7 +205,9 @@ def test_the_commands(
     assert cli.main(["store", "restore", "r"]) == 2
     assert cli.main(["store", "restore", "r", "--from", f"s3://{place.name}/expansion/other"]) == 2
     assert cli.main(["store", "restore", "r", "--from", f"s3://{place.name}/expansion/r"]) == 0
-    assert "3 of 10 rows are done, in 2 shard(s)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"looking in bucket {place.name} at {place.url} ..." in said
+    assert "3 of 10 rows are done, in 2 shard(s)" in said
     assert cli.main(["store", "restore", "r", "--rows"]) == 0
     assert len(list(read_rows(tmp_path / "two" / "outputs" / "r" / "completions"))) == 3
     (tmp_path / "three" / "outputs").mkdir(parents=True)
@@ -215,6 +217,31 @@ def test_the_commands(
     asked = ["store", "restore", "r", "--params", "p.yaml", "--set", "store.prefix=expansion", "--rows"]
     assert cli.main(asked) == 0
     assert len(list(read_rows(tmp_path / "three" / "outputs" / "r" / "completions"))) == 3
+
+
+def test_an_upload_by_hand_is_known_to_the_next_start(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, store=place.group())
+    monkeypatch.chdir(tmp_path)
+    with run.open() as shards:
+        shards.commit([row(index) for index in range(10)])
+    control.write_status(run.folder, {"state": "ended", "not_uploaded": 5})
+    assert cli.main(["store", "upload", "r"]) == 0
+    place.put(f"{BASE}README", b"of somebody")
+    assert cli.main(["store", "upload", "r"]) == 1, "and it differs"
+    assert "README: foreign" in capfd.readouterr().out
+    assert control.read_status(run.folder) == {"state": "ended", "not_uploaded": 0}
+
+
+def test_a_count_of_a_start_that_had_a_store_is_nothing_to_a_run_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ended = Run(tmp_path), {"state": "ended", "asked": 10, "done": 10, "failed": 0, "not_uploaded": 5}
+    with run.open() as shards:
+        shards.commit([row(index) for index in range(10)])
+    assert _conclude(run.folder, ended) == 0
+    assert "NOT on S3" not in capsys.readouterr().out
 
 
 def test_a_store_needs_a_bucket_and_holds_no_secret() -> None:
@@ -253,6 +280,12 @@ def test_a_run_with_no_row_left_is_uploaded_without_servers(
     assert "nothing is left to do: 9 succeeded + 1 failed = 10 of 10 asked" in said
     assert "3 shard(s)" in said
     assert verify(run.folder, place.group()).problems == []
+    place.put(f"{BASE}README", b"of somebody")
+    assert cli.main(["resume", "r"]) == 0, "a foreign object is left alone"
+    said = capsys.readouterr().out
+    assert "README: foreign" in said
+    assert "NOT on S3" not in said
+    place.s3.delete_object(Bucket=place.name, Key=f"{BASE}README")
     (tmp_path / "two" / "outputs").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "two")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", place.url)

@@ -15,7 +15,7 @@ import pytest
 from dfexp import params
 from dfexp.errors import FleetError
 from dfexp.fleet import up
-from dfexp.generate.start import read_spec
+from dfexp.generate.start import read_spec, run_folder
 from dfexp.preflight import checks_for
 from dfexp.report.data import load
 from dfexp.report.overview import on_s3
@@ -96,6 +96,20 @@ async def test_a_run_ends_without_a_store_that_stays_away_and_says_what_is_missi
     assert len(not_uploaded(folder.completions)) == 5
     assert {"store_away", "store_incomplete"} <= set(project.events(folder))
     assert place.url != proxy.url
+
+
+async def test_what_was_denied_at_the_end_is_tried_again_when_the_cell_is(project: Project, place: Place) -> None:
+    with Proxy(place.url, lambda _, path, __: "forbidden" if path.endswith("prompts.jsonl.gz") else None) as proxy:
+        async with ScriptedServer(lambda b, n: chat()) as server:
+            spec = spec_of(project, server, place, endpoint_url=proxy.url)
+            first = await project.run(spec)
+            folder = run_folder(spec, project.root)
+            assert (first["state"], first["not_uploaded"], not_uploaded(folder.completions)) == ("ended", 1, [])
+            proxy.rule = lambda *_: None
+            again = await project.run(spec)
+            assert (again["state"], again["not_uploaded"]) == ("ended", 0)
+            assert (await project.run(spec))["pid"] == again["pid"], "then nothing is left to do"
+    assert verify(folder, place.group()).problems == []
 
 
 async def test_a_place_that_is_not_empty_is_told_before_a_row_is_sent(project: Project, place: Place) -> None:
