@@ -449,7 +449,8 @@ def test_a_server_that_rejects_rows_is_told_in_its_words_and_judged_all_the_same
     assert kinds(found) == [*fault, "rejects rows", *["client-limited", "request-cap"] * (not fault)]
     told = next(each for each in found if each.kind == "rejects rows")
     assert (told.severity, told.server, told.is_binding) == ("fault", "a:1", False)
-    assert "rejected 9 rows in a row while others served, the last with: 400: not here. " in told.evidence
+    assert "rejected 9 rows in a row while others served, or were waited for, " in told.evidence
+    assert "the last with: 400: not here. " in told.evidence
     assert len(told.evidence) < 400
     assert "compare its model" in told.change
 

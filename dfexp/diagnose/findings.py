@@ -21,7 +21,8 @@ class Watched:
         request_s: mean seconds of a request: a ramp's where counters and `kv_used_tokens` are not told (logs begin it).
         finished: answers so far; where it tells no rate either a ramp ends when they are more than run, or at the cap.
         answers, garbage: answers of that time, and how many of them were flagged as garbage.
-        rejected, rejection: rows in a row that it did not take while another server served, and its words for the last.
+        rejected, rejection: rows in a row that it did not take while another server served or was waited for, and its
+            words for the last.
         tok_per_s: of these answers, by the client; tells where the server tells no rate.
     """
 

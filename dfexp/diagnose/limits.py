@@ -167,7 +167,8 @@ def _faults(server: Watched, planned: Planned | None) -> list[Finding]:
          f"{server.garbage} of {server.answers} answers, all with HTTP 200."),
     )  # fmt: skip
     found = [_told(about, kind, words) for is_so, kind, words in cases if is_so][:1]
-    said = f"it rejected {server.rejected} rows in a row while others served, the last with: {server.rejection}"
+    said = f"it rejected {server.rejected} rows in a row while others served, or were waited for, the last with: "
+    said += server.rejection
     beside = (server.rejected, "rejects rows", said[:_WORDS]), (short, "small pool", ", ".join(short))
     return found + [_told(about, kind, f"{said.rstrip('.')}.", is_binding=False) for so, kind, said in beside if so]
 

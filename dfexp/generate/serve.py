@@ -46,8 +46,9 @@ class Serving:
         self._draw = random.Random()  # noqa: S311 (spreads retries, guards nothing)
         self._lanes: dict[str, Lane] = {}  # that were given a row
         self._reseeded: set[int] = set()  # rows whose answer was not taken: the next one must be another
-        # By row and kind: the first server that rejected it, and how many answers that one had given by then.
-        self._rejected = defaultdict[int, dict[str, tuple[str, int]]](dict)
+        # By row and kind: the first server that rejected it, how many answers that one had given, and rows rejected
+        # in a row, by then.
+        self._rejected = defaultdict[int, dict[str, tuple[str, int, int]]](dict)
         self._renamed = set[str]()  # servers that answer as another model, which is told
         self._paces = defaultdict[_Setting, Pace](Pace)
         self._open: dict[asyncio.Timeout, tuple[_Setting, float, int | None]] = {}  # when sent, and the most tokens
@@ -141,11 +142,15 @@ class Serving:
         others = [one for one in self._lanes.values() if one is not lane and one.serves_soon(now)]
         beside, may_move = any(not one.rejections.many for one in others), False
         if error.stops_run or isinstance(error, Refused):
-            first, answers = self._rejected[job.index].setdefault(error.kind, (lane.name, lane.done))
+            before = (lane.name, lane.done, lane.rejections.in_a_row)
+            first, answers, rejected = self._rejected[job.index].setdefault(error.kind, before)
             may_move = bool(others) and (first == lane.name or (lane.rejections.many and beside))
-            # One that answers others is believed. One that does not is asked again while a good one may come back.
-            is_doubted = (first, answers) == (lane.name, lane.done) and not others
             give_up_s, lanes = self._generation.give_up_s, self._lanes.values()
+            # One that answers others is believed, and so is one that did where no other row is left that could tell.
+            # Any other is asked again while a good one may come back.
+            is_alone = not len(self._queue) and len(self._rejected) == 1 and sum(len(one.tasks) for one in lanes) <= 1
+            is_believed = lane.done > answers or (is_alone and lane.done > 0 and not rejected)
+            is_doubted = first == lane.name and not others and not is_believed
             waits = is_doubted and any(one is not lane and one.may_return(now, give_up_s) for one in lanes)
             lane.rejected(now, words, is_denied=error.stops_run, beside=beside or waits)
             if waits:
