@@ -265,7 +265,8 @@ def _save(notebook: Any, page: Path, folder: FleetFolder) -> str:
     with suppress(errors.FleetError):  # no fleet, or none whose key can be known here
         key = fleet.attach(folder).key
         text = text.replace(key, "(hidden)") if len(key) >= 8 else text
-    page.with_suffix(".ipynb").write_text(text, encoding="utf-8")
+    with disk(f"write {(copy := page.with_suffix('.ipynb'))}"):
+        copy.write_text(text, encoding="utf-8")
     return text
 
 

@@ -40,8 +40,9 @@ def rehearsal(args: argparse.Namespace) -> int:
                     with stop_signals():  # a second Ctrl-C leaves no servers behind
                         rehearse.end(spec, root)
                 if not args.no_whole:
-                    minutes = max(1, round((every := variant.setting.prompts) / 7e5))
-                    tell(f"simulating all {every:,} prompts without servers: {minutes} min, on a busy machine more")
+                    minutes = round((every := variant.setting.prompts) / 7e5)
+                    takes = f": {minutes} min, on a busy machine more" * bool(minutes)
+                    tell(f"simulating all {every:,} prompts without servers{takes}")
                 lines += rehearse.rows(variant, root, limits, whole=not args.no_whole)
                 group = spec.report.model_copy(update={"compare": [each.spec.run for each in finished]})
                 finished.append(variant)

@@ -94,7 +94,7 @@ def test_a_full_disk_ends_no_cell_and_hides_nothing_that_one_said(root: Path, fo
     folder.notebooks.mkdir(parents=True)
     (folder.notebooks / "n.ipynb").symlink_to("/dev/full")
     write_notebook(root, "n", "1", "open('went_on', 'w').close()")
-    with pytest.raises(StorageError, match=r"cannot write .*n\.html: No space left on device\. Free space"):
+    with pytest.raises(StorageError, match=r"cannot write .*n\.ipynb: No space left on device\. Free space"):
         run(root, folder, "n")
     assert (root / "went_on").exists()
     write_notebook(root, "n", "from dfexp.errors import RunStopped\nraise RunStopped('7 of 9 done')")
