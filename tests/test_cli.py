@@ -201,15 +201,18 @@ def test_a_second_command_is_refused_while_the_first_one_still_brings_its_server
         urls = f"fleet.urls=[http://127.0.0.1:{server.getsockname()[1]}]"
         external = ["run", "params/small.yaml", "--set", "fleet={engine: external, model: m}", "--set", urls]
         with subprocess.Popen([*DFEXP, *external], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
-            server.accept()  # and never answers
-            second = run(*external)
-            assert control.living_process(folder) is None
-            assert second.returncode == cli.EXIT_FAILED
-            assert f"notebooks is being written by process {first.pid} on " in second.stderr
-            assert "Stop it, or wait until it ends" in second.stderr
-            server.close()
-            first.send_signal(signal.SIGINT)
-            assert first.wait(120) != 0
+            try:
+                server.accept()  # and never answers
+                second = run(*external)
+                assert control.living_process(folder) is None
+                assert second.returncode == cli.EXIT_FAILED
+                assert f"notebooks is being written by process {first.pid} on " in second.stderr
+                assert "Stop it, or wait until it ends" in second.stderr
+                server.close()
+                first.send_signal(signal.SIGINT)
+                assert first.wait(120) != 0
+            finally:
+                first.kill()
 
 
 def test_ctrl_c_while_a_fleet_comes_up_ends_with_one_line(project: Path) -> None:

@@ -34,7 +34,7 @@ async def prepared(project: Project, spec: RunSpec) -> RunFolder:
     """The run's folder, with a fleet that is up."""
     folder = generate.prepare(spec, project.root)
     the_fleet, _ = await asyncio.to_thread(fleet.up, spec, project.root)
-    await asyncio.to_thread(the_fleet.wait_ready, 10.0)
+    await asyncio.to_thread(the_fleet.wait_ready, 60.0)
     folder.control.mkdir(exist_ok=True)
     return folder
 
@@ -111,17 +111,18 @@ async def test_a_run_that_forgets_a_row_never_says_that_it_has_ended(project: Pr
 
 async def test_a_process_that_is_told_to_stop_ends_with_3_and_the_next_one_with_0(project: Project) -> None:
     async with ScriptedServer(lambda body, n: chat(), delay_s=0.05) as server:
-        folder = await prepared(project, project.spec([server.url], 200))
+        folder = await prepared(project, project.spec([server.url], 1000))
         async with running(project, folder) as process:
             await project.until(folder, lambda status: status.get("done", 0) >= 10)
             process.terminate()
             code, _, err = await ended(process)
         assert code == 3, err
-        assert 10 <= len(project.counts(folder)) < 200
+        assert 10 <= len(project.counts(folder)) < 1000
+        server.delay_s = 0.0
         async with running(project, folder) as process:
             code, _, err = await ended(process)
     assert code == 0, err
-    assert project.counts(folder) == Counter(range(200))
+    assert project.counts(folder) == Counter(range(1000))
 
 
 @pytest.mark.slow

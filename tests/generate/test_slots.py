@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,18 +78,25 @@ async def test_a_fast_server_does_its_full_share(project: Project) -> None:
     assert took < 0.75 * 60 / 4 * 1.0, "by turns the slow one would need this long for its half"
 
 
+def usual_count(came: list[float]) -> float:
+    """Of the first second, before answers: how many come in 0.1 s, by the median. 20 of 200; of a herd 0 or 100.
+
+    A process that stalls for half a second changes at most one half of the windows.
+    """
+    return median(sum(k <= 10 * (each - came[0]) < k + 1 for each in came) for k in range(10))
+
+
 async def test_the_first_requests_come_one_after_the_other(project: Project) -> None:
     came: list[float] = []
 
     async def answer() -> dict[str, Any]:
         came.append(time.monotonic())
-        await asyncio.sleep(0.5 if len(came) <= 200 else 0.0)
+        await asyncio.sleep(1.0 if len(came) <= 200 else 0.0)
         return chat()
 
     async with ScriptedServer(lambda b, n: answer() if asked(b).startswith("question") else chat()) as server:
         await project.run(project.spec([server.url], 250, concurrency=200))
-    for start in came[:150]:
-        assert sum(start <= each < start + 0.1 for each in came[:150]) < 100, "no herd"
+    assert 5 <= usual_count(came) <= 30, "no herd"
 
 
 async def test_a_server_that_comes_back_gets_them_so_again(project: Project) -> None:
@@ -96,7 +104,7 @@ async def test_a_server_that_comes_back_gets_them_so_again(project: Project) -> 
 
     async def answer() -> dict[str, Any]:
         came.append(time.monotonic())
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.0)
         return chat()
 
     def script(body: dict[str, Any], n: int) -> Any:
@@ -109,8 +117,7 @@ async def test_a_server_that_comes_back_gets_them_so_again(project: Project) -> 
     async with ScriptedServer(script, port=server.port):
         status = await project.end(folder)
     assert (status["state"], status["done"]) == ("ended", 700)
-    for start in came[:150]:
-        assert sum(start <= each < start + 0.1 for each in came[:150]) < 100, "no herd"
+    assert 5 <= usual_count(came) <= 30, "no herd"
 
 
 @pytest.mark.parametrize(("speed", "at_once", "later_s"), [("max", 170, 0.0), (1.0, 1, 1.0), (50.0, 1, 0.02)])
