@@ -18,6 +18,7 @@ from dfexp.params import LimitsGroup
 from tests.generate.conftest import Project
 from tests.scripted_server import ScriptedServer, chat, error
 
+APPEND = """printf '%s\\n' "$(cat)" >> told.json"""  # one write: two commands may run at once
 KEEP = 'cat > told.json; printf "%s|%s|%s" "$DFEXP_EVENT" "$DFEXP_RUN" "$DFEXP_MESSAGE" > told.txt'
 
 
@@ -114,7 +115,7 @@ async def test_a_stall_is_told_once_while_the_run_goes_on(project: Project) -> N
         return late() if str(body["messages"][-1]["content"]).endswith("7") else chat()
 
     async with ScriptedServer(script) as server:
-        line = "cat >> told.json; echo >> told.json"
+        line = APPEND
         folder = await project.start(project.spec([server.url], stall_s=1.0).model_copy(update={"notify": line}))
         path = project.root / "told.json"
         await project.until(folder, lambda _: path.exists() and path.read_text().endswith("\n"))
@@ -170,7 +171,7 @@ async def test_a_start_that_fails_before_a_row_is_sent_is_told(project: Project,
 
 async def test_the_loss_of_all_servers_is_told(project: Project) -> None:
     async with ScriptedServer(lambda b, n: chat(), delay_s=0.2) as server:
-        line = "cat >> told.json; echo >> told.json"
+        line = APPEND
         spec = project.spec([server.url], 600, give_up_s=4.0).model_copy(update={"notify": line})
         folder = await project.start(spec)
         await project.until(folder, lambda status: status.get("done", 0) > 0)
