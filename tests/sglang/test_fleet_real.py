@@ -217,7 +217,8 @@ def test_a_rolling_change_of_the_cap_loses_nothing(fleet: Fleet, sglang: OnCpu, 
     assert len(events(folder, "rollout_done")) == 1
     rows = list(read_rows(folder.completions))
     assert len({row["config_id"] for row in rows}) == 2
-    assert all(row["attempt"] == 1 for row in rows)
+    flags = (control.read_status(folder) or {})["flags"]  # a model of random weights says nothing now and then
+    assert sum(row["attempt"] - 1 for row in rows) == flags.get("empty_retried", 0) + flags.get("garbage_retried", 0)
     drained, back = (events(folder, name)[0]["at"] for name in ("server_draining", "server_reconfigured"))
     meanwhile = [row for row in rows if drained < row["submitted_at"] + row["latency_s"] < back]
     print(f"{len(meanwhile)} rows while the first server was changed, for {back - drained:.0f} s")
