@@ -1,7 +1,5 @@
 """README.md of a training set: what a person who finds it must know, with the head that `datasets` and hubs read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +23,7 @@ _THOUGHTS: dict[Thinking, str] = {
 }
 
 
-def card(made: Made) -> str:
+def card(made: "Made") -> str:
     """The text of the card."""
     run, counts, options = made.run, made.counts, made.options
     prompts, failed = run["prompts"], sum(counts["Failed"].values())
@@ -66,7 +64,7 @@ def thinking_of(path: Path) -> Thinking | None:
     return next((name for name, words in _THOUGHTS.items() if words in text.partition("\n## ")[0]), None)
 
 
-def _head(made: Made) -> str:
+def _head(made: "Made") -> str:
     paths = [
         {"split": split, "path": made.files[split].name} for split in ("train", "validation") if made.written[split]
     ]
@@ -92,7 +90,7 @@ def _lengths(found: Any) -> str:
     return f"mean {mean:.0f}, median {median:.0f}, 95 % at most {p95:.0f}, longest {most:.0f}, sum {total:,.0f}"
 
 
-def _source(source: Mapping[str, Any], made: Made) -> str:
+def _source(source: Mapping[str, Any], made: "Made") -> str:
     licence = made.options.licenses.get(str(source.get("path")), "not given")
     found = f"{source.get('rows', '?')} records, {source.get('kept', '?')} prompts kept"
     return f"{found}; licence: {licence}; SHA-256 {source.get('sha256') or 'not known'}"
@@ -106,7 +104,7 @@ def _config(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"`{fact if isinstance(fact, str) else json.dumps(fact)}`" for name, fact in facts.items() if fact}
 
 
-def _earlier(made: Made) -> str:
+def _earlier(made: "Made") -> str:
     """The card of the set that was merged in, without its head."""
     path = made.options.merge and made.options.merge.with_name("README.md")
     if path is None or not path.exists():

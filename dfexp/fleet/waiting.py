@@ -1,7 +1,5 @@
 """Waiting for a fleet to serve: start its servers one after the other, ask them all, tell why one cannot."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -29,7 +27,7 @@ class Garbage(RequestError):
 class Launch:
     """A fleet that is being launched: its servers are started, and each has to show that it serves."""
 
-    def __init__(self, fleet: Fleet, tell: Callable[[str], None]) -> None:
+    def __init__(self, fleet: "Fleet", tell: Callable[[str], None]) -> None:
         """Args: tell, called for each server that is started and that serves."""
         self._fleet, self._group, self._tell = fleet, fleet.group, tell
         self._serving: set[str] = set()  # servers that have given a token, and whose content was looked at
@@ -101,7 +99,7 @@ class Launch:
         return isinstance(error, Garbage) or (not waits_for_others(server) and self._fleet.has_failed(server.name))
 
 
-def wait_for_one(fleet: Fleet, end: float) -> None:
+def wait_for_one(fleet: "Fleet", end: float) -> None:
     """Return once a server of a fleet that was ready before tells its limits. Raises EngineStartError: too late."""
     while True:
         timeout_s = max(1.0, min(_PROBE_TIMEOUT_S, end - time.monotonic()))
@@ -113,6 +111,6 @@ def wait_for_one(fleet: Fleet, end: float) -> None:
         time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
 
 
-def start_error(fleet: Fleet, server: Server, last: object) -> EngineStartError:
+def start_error(fleet: "Fleet", server: Server, last: object) -> EngineStartError:
     """Why a server does not serve: cause and fix out of its log, and the last answer that it gave."""
     return EngineStartError(f"{fleet.start_failure(server.name)}\nLast answer: {scrub(str(last), fleet.key)}")

@@ -1,7 +1,5 @@
 """The generation loop: rows to servers, answers to the disk, until every row is accounted for or a stop is asked."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -66,7 +64,7 @@ class Setup:
     prompts: FrozenPrompts
     shards: Shards
     events: EventLog
-    uploads: Uploader | None
+    uploads: "Uploader | None"
     me: ProcessId
     owner: ProcessId | None
     rows: Sequence[int]

@@ -1,7 +1,5 @@
 """The generating process: everything that one start of a run holds open, from the lock to the last status."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -124,7 +122,7 @@ def generate(
     return state, tally(done, failed, asked) + left + f": {reason}" * bool(reason)
 
 
-def _uploads(folder: RunFolder, spec: RunSpec, shards: Shards, events: EventLog) -> Uploader:
+def _uploads(folder: RunFolder, spec: RunSpec, shards: Shards, events: EventLog) -> "Uploader":
     """The uploads beside the run. Raises StoreError for what is known to be wrong before the first row is sent."""
     from dfexp.store import Uploader  # here, since it takes boto3, which is slow to import
 

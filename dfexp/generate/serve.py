@@ -1,7 +1,5 @@
 """One row at one server: the request, and what its answer or its error means for the row, the server and the run."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -37,7 +35,7 @@ class Serving:
     """
 
     def __init__(
-        self, setup: Setup, queue: WorkQueue, recorder: Recorder, overview: Overview, fail: Callable[[str], None]
+        self, setup: "Setup", queue: WorkQueue, recorder: Recorder, overview: Overview, fail: Callable[[str], None]
     ) -> None:
         """Args: fail, called with the reason when going on would burn rows."""
         self._s, self._generation = setup, setup.spec.generation

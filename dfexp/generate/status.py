@@ -1,7 +1,5 @@
 """What a run knows of itself while it goes: its clock, what it did, its servers' samples, and what limits them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -68,7 +66,7 @@ class Overview:
     Whatever fails in it costs knowledge, never a row: an event tells of that, and the rest goes on.
     """
 
-    def __init__(self, setup: Setup, lanes: Sequence[Lane], queue: Sized) -> None:
+    def __init__(self, setup: "Setup", lanes: "Sequence[Lane]", queue: Sized) -> None:
         """Args: lanes, as they come to be; queue, the rows that are not sent."""
         self._s, self._lanes, self._queue, self._now = setup, lanes, queue, clock_of(setup.fleet)
         self._started_at, self._done_before = time.time(), setup.shards.done
@@ -157,7 +155,7 @@ class Overview:
                     watched, left = [self._watched(lane) for lane in self._lanes], len(self._queue)
                     self._tell(await asyncio.to_thread(diagnose, watched, rows_left=left, planned=self._plan))
 
-    def _watched(self, lane: Lane) -> Watched:
+    def _watched(self, lane: "Lane") -> Watched:
         state = "draining" if lane.is_held else lane.state
         samples, group = tuple(self._sampler.recent[lane.name]), self._s.fleet.settings(lane.name)
         flags = getattr(group, "flags", {"max_running_requests": getattr(group, "max_running_requests", None)})
@@ -234,7 +232,7 @@ class Overview:
         contexts = [lane.limits.context_length for lane in self._lanes if lane.limits.context_length]
         return float(asked) if asked != "fit" else float(max(contexts)) if contexts else None
 
-    def _server(self, lane: Lane, since: float, rates: Mapping[str, Any]) -> dict[str, Any]:
+    def _server(self, lane: "Lane", since: float, rates: Mapping[str, Any]) -> dict[str, Any]:
         """A server's part: its lane, its gauges where it has told them `since` then, and the rates of both sides."""
         samples = self._sampler.recent[lane.name]
         is_told = samples and samples[-1].at >= since and self._state not in control.FINAL_STATES

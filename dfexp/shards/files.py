@@ -9,13 +9,14 @@ import os
 import re
 import socket
 import time
+from array import array
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from dfexp.errors import CorruptShardError, FingerprintError, LockedError, ShardError
 from dfexp.jsonl import decode_line, disk, encode_line, write_atomic
@@ -28,6 +29,11 @@ LOCK = ".lock"
 _NOTE = b'{"pid":'  # how the note in the lock begins
 _NAME = re.compile(r"completions_(\d{6,})\.jsonl(\.partial)?")
 _Count = Annotated[int, Field(ge=0)]
+_Index = Annotated[int, Field(ge=0, lt=2**32)]
+_Indices = Annotated[
+    list[_Index], AfterValidator(lambda given: array("I", given)), PlainSerializer(list, return_type=list[int])
+]
+"""Four bytes an index in memory, where a list takes 36."""
 
 
 def sealed_name(number: int) -> str:
@@ -116,7 +122,7 @@ class ShardEntry(_Stored):
     sha256: str
     mtime_ns: int
     uploaded: dict[str, Any] | None = None
-    indices: list[_Count]
+    indices: _Indices
 
     @property
     def number(self) -> int:
@@ -169,17 +175,19 @@ class ManifestWriter:
     """Replaces manifest.json and .done_indices; encodes each entry once, since a seal adds one to thousands."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._encoded = folder, dict[str, tuple[ShardEntry, bytes, bytes]]()
+        self._folder, self._encoded = folder, dict[str, tuple[ShardEntry, bytes]]()
 
     def write(self, manifest: Manifest) -> None:
         """Make both say what `manifest` says. Raises StorageError."""
         for entry in manifest.shards:
             if self._encoded.get(entry.name, (None,))[0] is not entry:
-                self._encoded[entry.name] = entry, entry.model_dump_json().encode("ascii"), done_lines(entry)
-        parts = [self._encoded[entry.name] for entry in manifest.shards]
+                self._encoded[entry.name] = entry, entry.model_dump_json().encode("ascii")
+        lines = [self._encoded[entry.name][1] for entry in manifest.shards]
         head = manifest.model_dump_json(exclude={"shards"}).removesuffix("}").encode("ascii") + b',"shards":[\n'
-        write_atomic(self._folder / MANIFEST, head + b",\n".join(line for _, line, _ in parts) + b"\n]}\n")
-        write_atomic(self._folder / DONE_INDICES, b"".join(indices for _, _, indices in parts))
+        write_atomic(self._folder / MANIFEST, head + b",\n".join(lines) + b"\n]}\n")
+        # The indices stand last in each line.
+        rows = (line[line.rindex(b"[") + 1 : -2].replace(b",", b"\n") for line in lines)
+        write_atomic(self._folder / DONE_INDICES, b"".join(part + b"\n" for part in rows if part))
 
 
 def check_same_run(folder: Path, manifest: Manifest, *, total: int, fingerprint: Mapping[str, str]) -> None:

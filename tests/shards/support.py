@@ -73,7 +73,7 @@ def check_consistent(folder: Path, run: Shards) -> None:
         indices = [json.loads(line)["index"] for line in data.splitlines()]
         assert (entry.bytes, entry.rows) == (len(data), len(indices))
         assert entry.sha256 == hashlib.sha256(data).hexdigest()
-        assert entry.indices == indices
+        assert [*entry.indices] == indices
         done_list += indices
     assert (folder / ".done_indices").read_text().split() == [str(index) for index in done_list]
 

@@ -54,7 +54,7 @@ def test_a_seal_that_the_disk_refuses_is_made_up_for(quick):
         run.commit(rows(range(2000)))
         with files_at_most(20_000):  # less than the manifest of 400 shards, more than a shard
             sealed = run.commit(rows(range(2000, 2005)))
-            assert [entry.indices for entry in sealed] == [[2000, 2001, 2002, 2003, 2004]]
+            assert [[*entry.indices] for entry in sealed] == [[2000, 2001, 2002, 2003, 2004]]
             assert "manifest.json" in str(run.seal_error)
             run.commit(rows([2005]))
             with pytest.raises(StorageError, match="File too large"):

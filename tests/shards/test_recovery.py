@@ -370,7 +370,7 @@ def test_a_file_system_without_hard_links_renames(folder):
         return REAL[name](*args, **kwargs)
 
     with open_run(folder) as run, tapped(no_links):
-        assert [entry.indices for entry in run.commit(rows([13, 14]))] == [[10, 11, 12, 13, 14]]
+        assert [[*entry.indices] for entry in run.commit(rows([13, 14]))] == [[10, 11, 12, 13, 14]]
         check_consistent(folder, run)
         run.commit(rows(range(15, 19)))
         sealed(folder, 3).write_bytes(b"foreign")

@@ -35,7 +35,7 @@ def test_one_commit_may_fill_several_shards(folder):
     with open_run(folder) as run:
         sealed = run.commit(rows(range(12)))
         assert [entry.name for entry in sealed] == ["completions_000000.jsonl", "completions_000001.jsonl"]
-        assert [entry.indices for entry in sealed] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+        assert [[*entry.indices] for entry in sealed] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
         assert names(folder) == [*(entry.name for entry in sealed), "completions_000002.jsonl.partial"]
         check_consistent(folder, run)
 
@@ -61,7 +61,7 @@ def test_resume_goes_on_in_the_open_shard(folder):
         run.commit(rows([0, 1, 2]))
     with open_run(folder) as run:
         assert (run.done, bool(run.repairs)) == (3, False)
-        assert [entry.indices for entry in run.commit(rows([9, 8, 7]))] == [[0, 1, 2, 9, 8]]
+        assert [[*entry.indices] for entry in run.commit(rows([9, 8, 7]))] == [[0, 1, 2, 9, 8]]
         check_consistent(folder, run)
     finish(folder)
 
