@@ -182,7 +182,8 @@ def attacked(group: StoreGroup, url: str) -> str:
     return f"{errors} errors, {20 - unchanged} replaced, {unchanged} as they were"
 
 
-def main() -> int:  # noqa: D103
+def arguments() -> argparse.Namespace:
+    """What the command was given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=1310)
     parser.add_argument("--away-s", type=float, default=60.0)
@@ -190,7 +191,11 @@ def main() -> int:  # noqa: D103
     parser.add_argument("--rows-per-s", type=float, default=1200.0)
     parser.add_argument("--least-ratio", type=float, default=0.99)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/store-benchmark"))
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:  # noqa: D103
+    args = arguments()
     shutil.rmtree(args.folder, ignore_errors=True)
     os.environ.update(ENVIRONMENT, AWS_DEFAULT_REGION="us-east-1")
     with S3Server(args.folder / "s3") as server:

@@ -110,6 +110,16 @@ async def test_preempted_with_answers_on_their_way_it_seals_them_within_the_time
     assert not list(folder.completions.glob("*.partial"))
 
 
+def signalled(place: Path, folder: RunFolder, number: int) -> str:
+    """What a papermill that gets a signal in mid-run says on stderr; it ends with an error."""
+    with papermill(place) as command:
+        assert control.wait_until(lambda: done(folder) >= 5, 90)
+        command.send_signal(number)
+        _, err = command.communicate(timeout=90)
+    assert command.returncode not in (0, None), err
+    return err
+
+
 @pytest.mark.slow
 def test_papermill_that_is_interrupted_ends_with_an_error_that_says_how_to_resume(place: Path) -> None:
     """And a kernel that dies under it; then the same command finishes the run."""
@@ -117,11 +127,7 @@ def test_papermill_that_is_interrupted_ends_with_an_error_that_says_how_to_resum
     the_fleet, _ = fleet.up(spec, place)
     try:
         the_fleet.wait_ready(60.0)
-        with papermill(place) as command:
-            assert control.wait_until(lambda: done(folder) >= 5, 90)
-            command.send_signal(signal.SIGINT)
-            _, err = command.communicate(timeout=90)
-        assert command.returncode not in (0, None), err
+        err = signalled(place, folder, signal.SIGINT)
         kept = (place / "out.ipynb").read_text()
         assert "RunStopped" in kept
         for said in (err, kept):  # papermill itself says no more than that it was aborted
@@ -179,11 +185,7 @@ def test_papermill_that_is_terminated_says_how_to_resume_and_its_run_stops(place
     the_fleet, _ = fleet.up(spec, place)
     try:
         the_fleet.wait_ready(60.0)
-        with papermill(place) as command:
-            assert control.wait_until(lambda: done(folder) >= 5, 90)
-            command.send_signal(signal.SIGTERM)
-            _, err = command.communicate(timeout=90)
-        assert command.returncode not in (0, None), err
+        err = signalled(place, folder, signal.SIGTERM)
         assert "to go on: `dfexp resume r`" in err.lower()
         assert "dfexp fleet down r" in err
         assert control.wait_until(lambda: control.living_process(folder) is None, 60)
