@@ -177,7 +177,9 @@ async def test_a_folder_that_is_removed_under_the_run_ends_it_before_more_rows_a
         folder = await prepared(project, project.spec([server.url], 3000, rows_per_shard=5))
         async with running(project, folder) as process:
             await project.until(folder, lambda status: status.get("done", 0) >= 20)
-            shutil.rmtree(folder.path if what == "run" else folder.completions)
+            # In one instant: what is removed file by file, the process may fill again meanwhile.
+            os.rename(folder.path if what == "run" else folder.completions, project.root / "away")
+            shutil.rmtree(project.root / "away")
             code, _, err = await ended(process)
     assert code == 1
     assert "failures.jsonl was removed while in use" in err
